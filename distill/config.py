@@ -1,0 +1,123 @@
+"""Recipe sections `adapt`, `distill`, `engine`, `track` and `publish`."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from fewstep.schema import Config
+
+Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]
+
+
+class LoraConfig(Config):
+    """Low-rank adapters on every linear layer of the body."""
+
+    rank: int = Field(64, ge=1)
+    alpha: float | None = Field(None, description="default: the rank, so a scale of 1")
+    gated: bool = Field(False, description="adapters act on noisy positions only: the clean stream stays the untouched teacher")
+
+
+class ObjectiveConfig(Config):
+    """The weight of one objective, constant or a linear ramp over the stage."""
+
+    weight: Float | None = Field(None, ge=0.0, description="a constant weight")
+    start: Float = Field(0.0, ge=0.0, alias="from", description="ramp: weight at the first step")
+    end: Float = Field(1.0, ge=0.0, alias="to", description="ramp: weight once `over` of the steps are done")
+    over: Float = Field(0.5, gt=0.0, le=1.0, description="ramp: share of the steps it takes")
+    temperature: Float = Field(1.0, gt=0.0, description="softmax temperature inside kd and certainty")
+
+    def at(self, progress: float) -> float:
+        """Return the weight at `progress`, the share of the stage's steps done, in [0, 1]."""
+        if self.weight is not None:
+            return self.weight
+        return self.start + (self.end - self.start) * min(1.0, progress / self.over)
+
+
+def _as_objective(value):
+    if isinstance(value, bool):
+        raise ValueError("is a boolean; give a weight such as 1.0")
+    if isinstance(value, (int, float, str)):
+        return {"weight": float(value)}
+    return value
+
+
+Objective = Annotated[ObjectiveConfig, BeforeValidator(_as_objective)]
+
+
+class TrainingConfig(Config):
+    """One training stage; `adapt` and `distill` take the same keys and differ in their defaults."""
+
+    max_steps: int = Field(400, ge=1)
+    batch_tokens: int = Field(4096, ge=1, description="positions (clean and noisy) per optimizer step, over all ranks")
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    learning_rate: Float = Field(1e-4, gt=0.0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Float = Field(0.03, ge=0.0, le=1.0)
+    weight_decay: Float = Field(0.0, ge=0.0)
+    max_grad_norm: Float = Field(1.0, gt=0.0)
+    objectives: dict[str, Objective] = Field(description="objective name → weight, or {weight, from, to, over, temperature}")
+    lora: LoraConfig | None = Field(None, description="null: full weights")
+    order: Literal["noise", "trajectory"] = Field("noise", description="which positions are masked: at random, or last in the order that the undistilled student decodes them")
+    noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
+    suffix: Float = Field(0.0, ge=0.0, le=1.0, description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target")
+    copies: int = Field(1, ge=1, description="noisy copies of a response that share its clean stream")
+    complementary: bool = Field(False, description="add to each copy one with the complementary mask")
+    block_sizes: tuple[int, ...] | None = Field(None, description="curriculum: block sizes in equal phases; default: student.block_size throughout")
+    random_offset: Float = Field(0.5, ge=0.0, le=1.0, description="share of samples whose first block has a random length, as `verify` needs")
+    fill_weight: Float = Field(0.1, ge=0.0, description="loss weight of the EOS fill after the first EOS")
+    logging_steps: int = Field(10, ge=1)
+    eval_steps: int = Field(50, ge=1, description="steps between held-out losses")
+    save_steps: int = Field(50, ge=1)
+    save_total_limit: int = Field(2, ge=1)
+
+
+class AdaptConfig(TrainingConfig):
+    """From an AR checkpoint to a denoiser."""
+
+    objectives: dict[str, Objective] = Field({"ce": ObjectiveConfig(weight=1.0), "ar": ObjectiveConfig(weight=1.0)})
+
+
+class DistillConfig(TrainingConfig):
+    """Fewer steps at the same quality."""
+
+    max_steps: int = Field(200, ge=1)
+    objectives: dict[str, Objective] = Field(
+        {
+            "ce": ObjectiveConfig(weight=1.0),
+            "ar": ObjectiveConfig(weight=1.0),
+            "kd": ObjectiveConfig(weight=0.5),
+            "certainty": ObjectiveConfig(start=0.0, end=1.0, over=0.5, temperature=0.5),
+        }
+    )
+    order: Literal["noise", "trajectory"] = "trajectory"
+    noise: tuple[Float, Float] = (0.3, 1.0)
+    suffix: Float = Field(0.5, ge=0.0, le=1.0)
+
+
+class EngineConfig(Config):
+    """What runs the optimizer steps; never part of a stage's hash, but for `precision` and `threads`."""
+
+    name: Literal["deepspeed", "plain"] = "deepspeed"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: fp32 on a CPU, bf16 on a GPU")
+    threads: int | None = Field(None, ge=1, description="CPU threads; bit-exact repeats need the same count. Default: all cores")
+
+
+class WandbConfig(Config):
+    """Weights & Biases; metrics.jsonl is written whatever this says."""
+
+    project: str | None = Field(None, description="null: not tracked by W&B")
+    mode: Literal["offline", "online", "disabled"] = "offline"
+
+
+class TrackConfig(Config):
+    """Where the figures of a run go besides its own folder."""
+
+    wandb: WandbConfig = WandbConfig()
+
+
+class PublishConfig(Config):
+    """The Hub repository of the student."""
+
+    repo: str | None = Field(None, description="owner/name; null: nothing is published")
+    private: bool = True

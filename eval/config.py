@@ -1,0 +1,54 @@
+"""Recipe section `eval`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fewstep.schema import Config
+
+
+class TaskConfig(Config):
+    """One task: prompts whose answers can be checked."""
+
+    name: str = Field(description="a file of eval/tasks: booking")
+    path: Path = Field(description="the task's JSONL, relative to the recipe")
+    field: str = Field("instruction", description="the key of a row that holds the user's message")
+    limit: int | None = Field(None, ge=1)
+
+
+class SamplerConfig(Config):
+    """One sampler; a list as a setting means one row of results for each value."""
+
+    name: Literal["fixed", "threshold", "verify"]
+    threshold: float | list[float] | None = Field(None, description="threshold: commit positions at least this confident")
+    steps: int | list[int] | None = Field(None, description="fixed: denoising steps a block")
+    block_size: int | list[int] | None = Field(None, description="default: the student's own")
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_sampler(self):
+        for key, owner in (("threshold", "threshold"), ("steps", "fixed")):
+            if getattr(self, key) is not None and self.name != owner:
+                raise ValueError(f"`{key}` is a setting of the sampler {owner}, not of {self.name}; remove it")
+        return self
+
+    def settings(self) -> list[dict]:
+        """Return one dict of decoding settings per combination of the listed values."""
+        out: list[dict] = [{}]
+        for key in ("threshold", "steps", "block_size"):
+            value = getattr(self, key)
+            if value is not None:
+                out = [{**s, key: v} for s in out for v in (value if isinstance(value, list) else [value])]
+        return out
+
+
+class EvalConfig(Config):
+    """What is measured, and against whom."""
+
+    tasks: list[TaskConfig] = Field(default_factory=list)
+    samplers: list[SamplerConfig] = Field(default_factory=lambda: [SamplerConfig(name="threshold", threshold=[0.5, 0.7, 0.9, 0.95]), SamplerConfig(name="verify")])
+    baselines: list[Literal["teacher", "undistilled"]] = ["teacher", "undistilled"]
+    max_new_tokens: int | None = Field(None, ge=1, description="default: targets.max_new_tokens")
+    batch_size: int = Field(8, ge=1, description="prompts decoded together when only quality is measured")
+    speed_prompts: int = Field(32, ge=1, description="prompts timed one by one, systems alternating")
+    max_loss: float = Field(0.01, ge=0.0, description="score that a calibrated effort level may lose against the teacher")

@@ -57,7 +57,7 @@ class TrainingConfig(Config):
     max_grad_norm: Float = Field(1.0, gt=0.0)
     objectives: dict[str, Objective] = Field(description="objective name → weight, or {weight, from, to, over, temperature}")
     lora: LoraConfig | None = Field(None, description="null: full weights")
-    order: Literal["noise", "trajectory"] = Field("noise", description="which positions are masked: at random, or last in the order that the undistilled student decodes them")
+    order: Literal["noise", "trajectory", "nll"] = Field("noise", description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most")
     noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
     suffix: Float = Field(0.0, ge=0.0, le=1.0, description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target")
     copies: int = Field(1, ge=1, description="noisy copies of a response that share its clean stream")
@@ -89,7 +89,7 @@ class DistillConfig(TrainingConfig):
             "certainty": ObjectiveConfig(start=0.0, end=1.0, over=0.5, temperature=0.5),
         }
     )
-    order: Literal["noise", "trajectory"] = "trajectory"
+    order: Literal["noise", "trajectory", "nll"] = "trajectory"
     noise: tuple[Float, Float] = (0.3, 1.0)
     suffix: Float = Field(0.5, ge=0.0, le=1.0)
 

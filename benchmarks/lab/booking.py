@@ -1,0 +1,169 @@
+"""The booking task: callers' messages to a car-repair shop, and each booking as one JSON object.
+
+A pure function of a seed. A message is drawn from a template, an opening, a closing and values that
+combine freely; every value stands in the message as the booking spells it, so an answer is checkable
+and a model has to read, not to know. Templates are split: evaluation phrases are never seen in training.
+
+    python benchmarks/lab/booking.py --out DIR --train 800 --eval 2400 --seed 0
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "eval"]
+
+KEYS = ("name", "car", "year", "service", "day", "time")
+
+FIRST_NAMES = (
+    "Anna", "Ben", "Carla", "David", "Elena", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Leo",
+    "Maria", "Nora", "Oscar", "Paul", "Rosa", "Sam", "Tina", "Victor", "Wendy", "Alice", "Bruno", "Clara",
+    "Daniel", "Emma", "Felix", "Hannah", "Ivan", "Julia", "Kevin", "Linda", "Martin", "Nina", "Peter", "Sarah",
+)  # fmt: skip
+LAST_NAMES = (
+    "Adams", "Baker", "Carter", "Davis", "Evans", "Fisher", "Garcia", "Hall", "Jones", "King", "Lopez", "Miller",
+    "Nelson", "Owens", "Parker", "Reed", "Scott", "Turner", "Walker", "Young", "Bell", "Cooper", "Diaz", "Foster",
+    "Green", "Hughes", "Lee", "Moore", "Price", "Quinn", "Rossi", "Stone", "Ward", "White", "Wood", "Murphy",
+)  # fmt: skip
+CARS = (
+    "Ford Focus", "Ford Fiesta", "Ford Escape", "Toyota Corolla", "Toyota Camry", "Toyota Yaris", "Honda Civic",
+    "Honda Accord", "Honda Jazz", "Mazda Tribute", "Nissan Micra", "Nissan Leaf", "Kia Rio", "Kia Soul",
+    "Hyundai Elantra", "Hyundai Tucson", "Volkswagen Golf", "Volkswagen Polo", "Jeep Cherokee", "Opel Corsa",
+    "Opel Astra", "Renault Clio", "Fiat Panda", "Fiat Punto", "Skoda Fabia", "Seat Ibiza", "Jeep Compass",
+    "Subaru Forester", "Suzuki Swift", "Chevrolet Spark", "Dodge Journey",
+)  # fmt: skip
+YEARS = tuple(range(1998, 2025))
+SERVICES = (
+    "oil change", "brake check", "tire rotation", "battery test", "wheel alignment", "engine tune-up",
+    "coolant flush", "clutch repair", "door repair", "full inspection", "exhaust repair", "windshield repair",
+    "filter change", "paint job",
+)  # fmt: skip
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
+TIMES = tuple(f"{hour}:{minute:02d}" for hour in range(8, 18) for minute in (0, 15, 30, 45))
+
+OPENINGS = ("", "", "Hi, ", "Hello, ", "Hey, ", "Good morning, ", "Hello! ", "Hi there! ", "Um, ")
+CLOSINGS = ("", "", "", " Thanks!", " Thank you.", " Please confirm.", " Bye!")
+
+# {a_service} is the service with its article. A template starts in lower case; `_message` raises it.
+TRAIN_TEMPLATES = (
+    "this is {name}. My {year} {car} needs {a_service}. Can I come on {day} at {time}?",
+    "my name is {name} and I would like {a_service} for my {year} {car} on {day} at {time}.",
+    "I need {a_service} for my {car} from {year}. {day} at {time} would be great. {name} here.",
+    "can you book {a_service} for {name} on {day} at {time}? It is a {year} {car}.",
+    "{name} speaking. I want to bring in my {year} {car} on {day}, {time}, for {a_service}.",
+    "could I get {a_service} on {day} at {time}? The car is a {car}, {year}. The name is {name}.",
+    "is {day} at {time} free? I have a {year} {car} that needs {a_service}. I am {name}.",
+    "please put me down for {day} at {time}. {name}, {year} {car}, {service}.",
+    "I drive a {car}, year {year}, and it is time for {a_service}. {day} around {time}, under {name}.",
+    "it's {name}. Do you have time for {a_service} on {day}? About {time}. My car is a {year} {car}.",
+    "at {time} on {day} I could bring my {year} {car}. It needs {a_service}. My name is {name}.",
+    "{a_service} please, for a {year} {car}. Name: {name}. {day}, {time}.",
+    "book me in for {a_service}: {name}, {car} ({year}), {day} at {time}.",
+    "I'd like to book {a_service} for {day} at {time}. The name's {name} and the car is a {year} {car}.",
+    "we have a {car} from {year} that needs {a_service}. Could {name} drop it off {day} at {time}?",
+    "on {day} I am free at {time}. Could you do {a_service} on my {car}? It's a {year}. I'm {name}.",
+    "{name} again. The {year} {car} needs {a_service} after all. Would {day} at {time} work?",
+    "my neighbour {name} needs {a_service} for a {year} {car}. Is {time} on {day} okay?",
+    "my friend {name} will come by on {day} at {time} with a {year} {car} for {a_service}.",
+    "I am calling about my {car}. It was made in {year} and needs {a_service}. {name}, {day}, {time}.",
+    "what about {time} on {day} for {a_service}? It's for {name}, and the car is a {car} of {year}.",
+    "the name is {name}. I have a {year} {car}. I want {a_service} this {day} at {time}.",
+    "reserve {day} {time} for {name}, please: {a_service} on a {year} {car}.",
+    "so my {year} {car} is making noise, I think I need {a_service}. {day}, {time}? I'm {name}.",
+    "I'm {name} and I own a {car} built in {year}. Can you do {a_service} next {day} at {time}?",
+    "next {day} at {time}, can you see my {year} {car}? I'm after {a_service}. Name is {name}.",
+    "for {name}: {service}, {year} {car}, {day} at {time}, if you have room.",
+    "do you do {service} work? I'd bring my {car}, a {year}, on {day} at {time}. It's {name}.",
+    "how about {day}? {time} suits me. {a_service} for my {year} {car}. Put it under {name}.",
+    "{name} wants {a_service} for the {year} {car}, and can be there {day} at {time}.",
+    "hoping to get {a_service} done on {day} at {time}. {year} {car}. Ask for {name}.",
+    "you did my {car} last year. It's the {year} one. Now {a_service}, {day} at {time}. {name}.",
+    "my boss {name} asked me to arrange {a_service} for a {year} {car}, {day} at {time}.",
+    "I would come {day} at {time} with a {car}. The year is {year}, the job is {a_service}, I'm {name}.",
+)
+EVAL_TEMPLATES = (
+    "I'm {name}, and my {year} {car} is due for {a_service}. Could I come in {day} at {time}?",
+    "{name} here. Can I get {a_service} for a {car} from {year} on {day} at {time}?",
+    "would {time} on {day} work for {a_service}? My name is {name} and I drive a {year} {car}.",
+    "I want to book my {year} {car} for {a_service}. {day} at {time}, please. The name is {name}.",
+    "my {car} is from {year} and it needs {a_service}. I am free on {day} at {time}. This is {name}.",
+    "please book {name} for {day} at {time}. The car, a {year} {car}, needs {a_service}.",
+    "do you have room on {day} at {time}? It's {name} with a {year} {car} for {a_service}.",
+    "it is time for {a_service} on my {year} {car}. I'd like {day}, {time}. Put me down as {name}.",
+    "{day} at {time}, {a_service}, {year} {car}. That would be for {name}.",
+    "I have a {year} {car} here. Could you do {a_service} this {day}, about {time}? I'm {name}.",
+)
+TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this
+
+
+def response(booking: dict) -> str:
+    """Return a booking as the model has to write it: one line, keys in the order of KEYS."""
+    return json.dumps({key: booking[key] for key in KEYS}, ensure_ascii=False)
+
+
+def stream(split: Split, seed: int) -> Iterator[dict]:
+    """Yield rows without end, all of distinct messages, from the templates of one split.
+
+    Args:
+        split: "train" or "eval".
+        seed: rows are a pure function of (split, seed); a longer draw starts with the shorter one.
+
+    Yields:
+        {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int}
+    """
+    rng = random.Random(f"booking/{split}/{seed}")
+    first, last = (0, len(TRAIN_TEMPLATES)) if split == "train" else (len(TRAIN_TEMPLATES), len(TEMPLATES))
+    seen: set[str] = set()
+    while True:
+        template = rng.randrange(first, last)
+        booking = {
+            "name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
+            "car": rng.choice(CARS),
+            "year": rng.choice(YEARS),
+            "service": rng.choice(SERVICES),
+            "day": rng.choice(DAYS),
+            "time": rng.choice(TIMES),
+        }
+        message = _message(rng, TEMPLATES[template], booking)
+        if message in seen:
+            continue
+        yield {"id": f"{split}-{len(seen):05d}", "instruction": message, "reference": booking, "template": template}
+        seen.add(message)
+
+
+def rows(split: Split, count: int, seed: int) -> list[dict]:
+    """Return the first `count` rows of `stream(split, seed)`."""
+    source = stream(split, seed)
+    return [next(source) for _ in range(count)]
+
+
+def _message(rng: random.Random, template: str, booking: dict) -> str:
+    service = booking["service"]
+    article = "an" if service[0] in "aeiou" else "a"
+    body = template.format(**booking, a_service=f"{article} {service}")
+    opening, closing = rng.choice(OPENINGS), rng.choice(CLOSINGS)
+    return opening + (body if opening.endswith(", ") else body[0].upper() + body[1:]) + closing
+
+
+def write_jsonl(path: Path, items: list[dict]) -> None:
+    """Write one JSON object a line."""
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl of the booking task.")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--train", type=int, default=800, metavar="ROWS")
+    parser.add_argument("--eval", type=int, default=2400, metavar="ROWS")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed))
+    write_jsonl(args.out / "eval.jsonl", rows("eval", args.eval, args.seed))
+
+
+if __name__ == "__main__":
+    main()

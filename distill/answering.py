@@ -1,0 +1,67 @@
+"""`fewstep generate`: answer one prompt, and show how the answer came about."""
+
+from pathlib import Path
+
+from fewstep.errors import UserError
+
+OPEN = "·"  # a position that is not decided yet
+
+
+def answer(
+    student: str, prompt: str, sampler: str, max_new_tokens: int, show_steps: bool, **settings: float | None
+) -> str:
+    """Return the text of the answer, its counts, and with `show_steps` the text after every forward.
+
+    Args:
+        student: a student's folder, or the folder of the stage that holds it.
+        settings: block_size, threshold and steps of the sampler; None: the default.
+
+    Raises:
+        UserError: no student there, or settings that do not go together.
+    """
+    folder = Path(student)
+    if (folder / "student").is_dir():
+        folder = folder / "student"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"STUDENT {student}: no config.json there; give a folder such as runs/distill-…/student")
+    if not prompt.strip():
+        raise UserError("PROMPT is empty; give the user's message")
+    from fewstep.chat import encode_prompt, eos_ids
+    from fewstep.students.decoding import decode
+    from fewstep.students.load import load_student
+
+    model, tokenizer = load_student(folder)
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+    try:
+        decoded = decode(
+            model,
+            [ids],
+            sampler=sampler,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_ids(model, tokenizer),
+            **settings,
+        )[0]
+    except ValueError as error:  # settings out of range, or a prompt that fills the context
+        raise UserError(str(error)) from None
+    lines = show(decoded.steps, [tokenizer.decode([i]) for i in decoded.ids]) if show_steps else []
+    lines.append(tokenizer.decode(decoded.ids, skip_special_tokens=True))
+    rate = len(decoded.ids) / decoded.nfe if decoded.nfe else 0.0
+    lines.append(
+        f"\n{len(decoded.ids)} tokens in {decoded.nfe} forwards: {rate:.2f} tokens a forward ({sampler}, {decoded.finish_reason})"
+    )
+    return "\n".join(lines)
+
+
+def show(steps: list[int], tokens: list[str]) -> list[str]:
+    """Return one line for each forward that decided something: the text so far, open positions as dots.
+
+    Args:
+        steps: for each token, the forward that committed it.
+        tokens: the text of each token.
+    """
+    lines = []
+    for step in sorted(set(steps)):
+        last = max(i for i, s in enumerate(steps) if s <= step)
+        text = "".join(t if s <= step else OPEN for s, t in zip(steps[: last + 1], tokens))
+        lines.append(f"{step:>4}  +{steps.count(step):<3} {text}".replace("\n", "⏎"))
+    return lines

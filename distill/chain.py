@@ -1,0 +1,118 @@
+"""The chain of stages: what each reads, and what names its folder.
+
+    targets → adapt → distill → eval → report → publish
+
+A stage's folder is `<runs>/<stage>-<hash8>`. The hash covers the part of the recipe that the stage
+uses, the contents of outside files and the hashes of the stages before it, so the whole chain is
+known before anything exists.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fewstep.distill.recipe import Recipe
+from fewstep.errors import UserError
+from fewstep.runstore import stage_hash
+from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers.load import teacher_fingerprint
+from fewstep.teachers.prompts import prompts_fingerprint
+
+# Raise a stage's number when the same recipe would now give other outputs: the stage and all after it run again.
+VERSIONS = {"targets": 1, "adapt": 1, "distill": 1, "eval": 1, "report": 1, "publish": 1}
+STAGES = tuple(VERSIONS)
+TRAINED = ("adapt", "distill")
+NOT_HASHED = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}  # cadence: how often, not what
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of one recipe, before it runs."""
+
+    name: str
+    config: dict  # the part of the recipe that counts, without paths
+    inputs: dict[str, str]  # outside file or checkpoint → content fingerprint
+    upstream: dict[str, str]  # stage → hash
+    hash: str
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the stage's folder."""
+        return f"{self.name}-{self.hash}"
+
+
+def chain(recipe: Recipe) -> dict[str, Stage]:
+    """Return the recipe's stages in order, with every hash.
+
+    `distill` is absent where the recipe sets it to null, `publish` where no repository is named.
+
+    Raises:
+        UserError: a file that is an input is missing or broken.
+    """
+    stages: dict[str, Stage] = {}
+
+    def add(name: str, config: dict, inputs: dict[str, str], *reads: str) -> None:
+        upstream = {read: stages[read].hash for read in reads if read in stages}
+        config = {**config, "seed": recipe.seed}
+        digest = stage_hash(name, VERSIONS[name], config, inputs, list(upstream.values()))
+        stages[name] = Stage(name, config, inputs, upstream, digest)
+
+    engine = recipe.engine.model_dump(mode="json", include={"precision", "threads"})
+    add(
+        "targets",
+        {
+            "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
+            "prompts": recipe.prompts.model_dump(mode="json", exclude={"path"}),
+            "targets": recipe.targets.model_dump(
+                mode="json", by_alias=True, exclude={"few_shot": True, "keep": {"json_schema"}}
+            ),
+            "threads": recipe.engine.threads,
+        },
+        {
+            "teacher": teacher_fingerprint(recipe.teacher.model, recipe.teacher.revision),
+            "prompts": prompts_fingerprint(recipe.prompts, recipe.targets),
+        },
+    )
+    student = recipe.student.model_dump(mode="json", exclude={"base"})
+    base = recipe.student.base
+    add(
+        "adapt",
+        {"student": student, "adapt": _trained(recipe.adapt), "engine": engine},
+        {} if base is None else {"base": teacher_fingerprint(str(base))},
+        "targets",
+    )
+    if recipe.distill is not None:
+        config = {"student": student, "distill": _trained(recipe.distill), "engine": engine}
+        add("distill", config, {}, "targets", "adapt")
+    tasks = {f"tasks.{i}": _task_fingerprint(i, task) for i, task in enumerate(recipe.eval.tasks)}
+    config = recipe.eval.model_dump(mode="json", exclude={"tasks": {"__all__": {"path"}}})
+    add("eval", {"eval": config, "threads": recipe.engine.threads}, tasks, "targets", "adapt", "distill")
+    add("report", {"name": recipe.name}, {}, "targets", "adapt", "distill", "eval")
+    if recipe.publish.repo is not None:
+        publish = recipe.publish.model_dump(mode="json")
+        add("publish", {"publish": publish}, {}, "adapt", "distill", "eval", "report")
+    return stages
+
+
+def _trained(config: Any) -> dict:
+    return config.model_dump(mode="json", by_alias=True, exclude=NOT_HASHED)
+
+
+def _task_fingerprint(place: int, task: Any) -> str:
+    try:
+        return prompts_fingerprint(PromptsConfig(path=task.path, field=task.field, limit=task.limit))
+    except UserError as error:
+        raise UserError(f"eval.tasks.{place} ({task.name}): {error}") from None
+
+
+def portable(recipe: Recipe) -> dict:
+    """Return the resolved recipe as JSON, with file names in place of this machine's paths."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [strip(v) for v in value]
+        return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+    return strip(recipe.model_dump(mode="json", by_alias=True))

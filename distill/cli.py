@@ -1,0 +1,157 @@
+"""The command `fewstep`. Imports here are light: each command imports what it needs when it runs."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fewstep.errors import RunFailed, Stopped, UserError
+
+# typer carries a click of its own, and exports the exceptions below but not their base.
+ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="fewstep",
+    help="Turn an autoregressive checkpoint into a few-step student: one recipe in, one student and one report out.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="dotted recipe keys to set")]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="where the stages' folders are")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _run(recipe: str, overrides: list[str] | None, runs: Path, only: str | None = None) -> None:
+    from fewstep import signals
+    from fewstep.distill.pipeline import run
+    from fewstep.distill.recipe import load_recipe
+
+    signals.install()
+    folders = run(load_recipe(recipe, overrides or []), runs, only, say=lambda line: print(line, flush=True))
+    if only in (None, "report"):
+        print(f"report: {folders['report'] / 'report.html'}")
+    if only is None:
+        print(f"student: {folders['distill' if 'distill' in folders else 'adapt'] / 'student'}")
+
+
+@app.command("run")
+def run_all(recipe: RecipeArgument, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+    """Run every stage; finished ones are skipped."""
+    _run(recipe, overrides, runs)
+
+
+def _stage_command(stage: str, text: str) -> Callable[..., None]:
+    def command(recipe: RecipeArgument, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+        _run(recipe, overrides, runs, stage)
+
+    command.__doc__ = text
+    return app.command(stage)(command)
+
+
+for _stage, _text in {
+    "targets": "Let the teacher answer the prompts.",
+    "adapt": "Train the teacher's checkpoint to fill in blocks.",
+    "distill": "Train the student to need fewer steps.",
+    "eval": "Measure the student against its teacher.",
+    "report": "Write the report and the model card anew.",
+    "publish": "Upload the student to the Hub.",
+}.items():
+    _stage_command(_stage, _text)
+
+
+@app.command()
+def plan(recipe: RecipeArgument, overrides: Overrides = None, runs: Runs = Path("runs"), json: AsJson = False) -> None:
+    """Show what would run and what it needs."""
+    from fewstep.distill.plan import as_text
+    from fewstep.distill.plan import plan as make_plan
+    from fewstep.distill.recipe import load_recipe
+
+    facts = make_plan(load_recipe(recipe, overrides or []), runs)
+    print(_json(facts) if json else as_text(facts))
+
+
+@app.command()
+def init(name: Annotated[str, typer.Argument(metavar="NAME", help="the recipe's name; NAME.yaml is written")]) -> None:
+    """Write a commented recipe to start from."""
+    from fewstep.distill.starter import write_starter
+
+    print(f"wrote {write_starter(name)}; edit it, then: fewstep plan {name}.yaml")
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Show what this machine has and would use."""
+    from fewstep.distill.doctor import as_text, examine
+
+    facts = examine()
+    print(_json(facts) if json else as_text(facts))
+
+
+@app.command()
+def generate(
+    student: Annotated[str, typer.Argument(metavar="STUDENT", help="a student's folder, or the stage's that made it")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the user's message")],
+    sampler: Annotated[str, typer.Option(help="ar, fixed, threshold or verify")] = "threshold",
+    threshold: Annotated[float | None, typer.Option(help="threshold: commit what is at least this sure")] = None,
+    block_size: Annotated[int | None, typer.Option(help="default: the student's own")] = None,
+    steps: Annotated[int | None, typer.Option(help="fixed: denoising steps a block")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate")] = 128,
+    show_steps: Annotated[bool, typer.Option("--show-steps", help="show the text after every forward")] = False,
+) -> None:
+    """Answer one prompt with a student."""
+    from fewstep.distill.answering import answer
+
+    print(
+        answer(
+            student,
+            prompt,
+            sampler,
+            max_new_tokens,
+            show_steps,
+            threshold=threshold,
+            block_size=block_size,
+            steps=steps,
+        )
+    )
+
+
+def _json(facts: dict) -> str:
+    import json
+
+    return json.dumps(facts, indent=1)
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 the request is wrong, 128 + n stopped by signal n."""
+    sys.exit(_exit_code(sys.argv[1:] or ["--help"]))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        # Not click's own handling: it prints several lines where one says it.
+        return app(arguments, prog_name="fewstep", standalone_mode=False) or 0
+    except UserError as error:
+        return _say(f"error: {error}", 2)
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "fewstep"
+        return _say(f"error: {error.format_message().rstrip('.')}; see {command} --help", 2)
+    except RunFailed as error:
+        return _say(f"failed: {error}", 1)
+    except Stopped as error:
+        return _say(f"stopped by signal {error.signum}: {error}", 128 + error.signum)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted; the same command goes on from the last saved state", 130)
+    except BrokenPipeError:  # the reader of our output left
+        sys.stdout = open("/dev/null", "w")
+        return 1
+
+
+def _say(message: str, code: int) -> int:
+    print("fewstep: " + " ".join(message.split()), file=sys.stderr)
+    return code

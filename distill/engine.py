@@ -1,0 +1,198 @@
+"""What runs a training step: DeepSpeed under Accelerate, and a plain loop as its reference.
+
+Both offer the same few verbs, so the training loop does not know which one it has:
+`forward`, `backward`, `step`, `save`, `load`, `whole_weights`, `all_sum`.
+"""
+
+import os
+import socket
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from fewstep.distill.config import EngineConfig
+from fewstep.errors import RunFailed, UserError
+
+
+def build_engine(config: EngineConfig, module: torch.nn.Module, optimizer, accumulation: int, max_grad_norm: float):
+    """Return a PlainEngine or a DeepSpeedEngine around `module`.
+
+    Args:
+        optimizer: a torch optimizer over the trainable parameters.
+        accumulation: micro-batches of a rank in one step.
+        max_grad_norm: gradients are clipped to this global L2 norm.
+    """
+    if config.name == "plain":
+        return PlainEngine(module, optimizer, max_grad_norm)
+    return DeepSpeedEngine(config, module, optimizer, accumulation, max_grad_norm)
+
+
+def training_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of weights: fp32 on a CPU (its bf16 is 100 times slower), bf16 on a GPU."""
+    if precision == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+class PlainEngine:
+    """One process, plain torch: the obviously right one."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, module, optimizer, max_grad_norm: float):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError("engine.name=plain: runs in one process; use engine.name=deepspeed for several")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module, self.optimizer, self.max_grad_norm = module.to(self.device), optimizer, max_grad_norm
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def micro_step(self) -> None:
+        """Nothing happens between micro-batches."""
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear; return the gradient norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def all_sum(self, values: list[float]) -> list[float]:
+        """Return the sums over all ranks."""
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything a bit-exact continuation needs into `folder`."""
+        trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+        torch.save({"weights": trained, "optimizer": self.optimizer.state_dict()}, folder / "plain.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "plain.pt", map_location=self.device, weights_only=True)
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if name in state["weights"]:
+                    parameter.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def whole_weights(self):
+        """Context in which the module's parameters are complete on this rank."""
+        return nullcontext()
+
+
+class DeepSpeedEngine:
+    """DeepSpeed ZeRO 0-3 through Accelerate, on one or many processes, on a GPU or a CPU."""
+
+    def __init__(self, config: EngineConfig, module, optimizer, accumulation: int, max_grad_norm: float):
+        self.zero_stage = config.zero_stage
+        _prepare_environment()
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+        AcceleratorState._reset_state()  # adapt and distill may follow each other in one process
+        bf16 = training_dtype(config.precision) == torch.bfloat16
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={
+                "train_micro_batch_size_per_gpu": 1,  # we build the micro-batches; DeepSpeed only counts them
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": max_grad_norm,
+                "zero_optimization": {"stage": config.zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": bf16},
+                "steps_per_print": 10**9,
+            }
+        )
+        handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+        accelerator = Accelerator(
+            deepspeed_plugin=plugin,
+            kwargs_handlers=handlers,
+            gradient_accumulation_steps=accumulation,
+            mixed_precision="bf16" if bf16 else "no",
+        )
+        engine, _ = accelerator.prepare(module, optimizer)
+        if type(engine).__name__ != "DeepSpeedEngine" or engine.zero_optimization_stage() != config.zero_stage:
+            raise RunFailed(f"asked for DeepSpeed ZeRO-{config.zero_stage}, Accelerate returned {type(engine).__name__}")
+        self.engine, self.accelerator, self.module = engine, accelerator, engine.module
+        self.rank, self.world_size, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
+        self.accumulation = accumulation
+
+    def forward(self, *args):
+        return self.engine(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # DeepSpeed takes means over micro-batches and ranks; our losses are shares of one sum
+        self.engine.backward(loss * (self.accumulation * self.world_size))
+
+    def micro_step(self) -> None:
+        """Count a micro-batch that does not end the step."""
+        self.engine.step()
+
+    def step(self, learning_rate: float) -> float:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = None
+        if self.zero_stage == 0:  # plain data parallelism: DeepSpeed clips, but reports no norm
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+        self.engine.step()
+        return float(norm if norm is not None else self.engine.get_global_grad_norm())
+
+    def all_sum(self, values: list[float]) -> list[float]:
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag="state", exclude_frozen_parameters=True)
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+        if path is None:
+            raise RunFailed(f"checkpoint {folder}: DeepSpeed could not load it; delete the folder to start the stage anew")
+
+    @contextmanager
+    def whole_weights(self):
+        if self.zero_stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+            yield
+
+
+def _prepare_environment() -> None:
+    """Make DeepSpeed start on a bare machine: no MPI, no launcher, no two-minute compile."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({k: str(v) for k, v in alone.items()})
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import logging
+
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        # its shared-memory collectives save nothing for one process and cost a two-minute compile
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

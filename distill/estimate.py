@@ -1,0 +1,195 @@
+"""What each stage will need: tokens, FLOPs, memory, disk, time. Rough on purpose, and without weights.
+
+P parameters, T tokens or positions. A forward takes 2·P FLOPs a position, training 6·P (4·P where the
+base weights are frozen). Texts are taken at 4 bytes a token and answers at their full length, so
+disk and decoding are upper bounds.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fewstep.distill.config import TrainingConfig
+from fewstep.distill.recipe import Recipe
+from fewstep.machine import cores
+from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers.prompts import read_few_shot, read_prompts
+
+BYTES_PER_TOKEN = 4
+UTILISATION = {"cpu": 0.6, "gpu": 0.35}  # share of the matrix-multiplication peak that whole models reach
+CPU_FORWARD_S_PER_LAYER = 3e-4  # what one forward of one layer costs however small it is
+CPU_BYTES_PER_S = 1e10  # at which weights stream from memory
+ADAM_BYTES = 16  # weight, gradient and two moments in float32
+BLOCKS_PER_ANSWER = 2.5  # forwards that a block takes, commits included, in the estimate of few-step decoding
+GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that the estimate is for."""
+
+    name: str
+    flops: float  # reached, per second
+    gpu: bool
+    assumption: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one stage needs; bytes and FLOPs."""
+
+    tokens: int
+    flops: float
+    memory: float
+    disk: float
+    forwards: float = 0.0  # sequential forwards, each of which streams the weights once
+
+
+def this_machine() -> Machine:
+    """Return what this machine can do: a GPU by its name, a CPU by a short measurement."""
+    gpu = _gpu_name()
+    if gpu is not None:
+        peak = next((flops for name, flops in GPU_FLOPS.items() if name in gpu), 1e14)
+        reached = peak * UTILISATION["gpu"]
+        return Machine(
+            gpu, reached, True, f"{UTILISATION['gpu']:.0%} of {peak / 1e12:,.0f} TFLOP/s (bf16) on one {gpu}"
+        )
+    peak = _measure_cpu()
+    reached = peak * UTILISATION["cpu"]
+    text = f"{UTILISATION['cpu']:.0%} of the {peak / 1e9:,.0f} GFLOP/s (fp32) just measured on {cores()} CPU cores"
+    return Machine("cpu", reached, False, text)
+
+
+def _gpu_name() -> str | None:
+    """Return the first NVIDIA GPU's name without importing torch."""
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in information.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.split(":", 1)[1].strip()
+    return None
+
+
+def _measure_cpu() -> float:
+    """Return the FLOPs per second of a float32 matrix product, best of five."""
+    import time
+
+    import numpy as np
+
+    size = 1024
+    a = np.ones((size, size), np.float32)
+    best = min(_timed(lambda: a @ a, time.perf_counter) for _ in range(5))
+    return 2 * size**3 / best
+
+
+def _timed(work, clock) -> float:
+    start = clock()
+    work()
+    return max(clock() - start, 1e-9)
+
+
+def seconds(need: Need, facts: dict, machine: Machine) -> float:
+    """Return the time of one stage: arithmetic, or the weights' way through memory where that is longer."""
+    arithmetic = need.flops / machine.flops
+    if machine.gpu:
+        return arithmetic + need.forwards * (facts["num_layers"] or 1) * 5e-5
+    streaming = 4 * (facts["num_parameters"] or 0) / CPU_BYTES_PER_S
+    overhead = (facts["num_layers"] or 1) * CPU_FORWARD_S_PER_LAYER
+    return max(arithmetic, need.forwards * streaming) + need.forwards * overhead
+
+
+def estimate(recipe: Recipe, facts: dict) -> dict[str, Need]:
+    """Return what each stage of the recipe needs.
+
+    Args:
+        facts: the teacher's shape, as `teachers.load.describe` returns it.
+    """
+    num_parameters = facts["num_parameters"] or 0
+    targets = _targets(recipe, facts, num_parameters)
+    needs = {"targets": targets}
+    for stage, config in recipe.training().items():
+        needs[stage] = _training(recipe, config, facts, num_parameters)
+    needs["eval"] = _eval(recipe, facts, num_parameters)
+    report = Need(0, 0.0, 2e8, 1e7)
+    return needs | {"report": report, "publish": report}
+
+
+def _prompt_tokens(rows: list) -> int:
+    return sum(len(m["content"].encode()) // BYTES_PER_TOKEN + 8 for row in rows for m in row.messages)
+
+
+def _cache_bytes(facts: dict, tokens: int) -> float:
+    heads = facts["num_heads"] or 1
+    kv_width = (facts["hidden_size"] or 0) / heads * (facts["num_kv_heads"] or heads)
+    return 2 * 4 * kv_width * (facts["num_layers"] or 0) * tokens
+
+
+def _targets(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
+    config = recipe.targets
+    rows = read_prompts(recipe.prompts)
+    prefix = sum(len(m["content"].encode()) // BYTES_PER_TOKEN + 8 for m in read_few_shot(config.few_shot))
+    prompt = _prompt_tokens(rows)
+    answers = len(rows) * config.max_new_tokens
+    longest = max(_prompt_tokens([row]) for row in rows) + prefix + config.max_new_tokens
+    per_token = 12 + 8 * config.top_logprobs  # ids, tail and, for each kept one, an id and a log-probability
+    saved = 4 * num_parameters if recipe.teacher.model.endswith(".gguf") else 0
+    return Need(
+        tokens=answers,
+        flops=2.0 * num_parameters * (prefix + prompt + answers),
+        memory=4 * num_parameters + _cache_bytes(facts, longest * config.batch_size) + 5e8,
+        disk=answers * per_token + 8 * prompt + saved,
+        forwards=-(-len(rows) // config.batch_size) * config.max_new_tokens,
+    )
+
+
+def trainable(config: TrainingConfig, facts: dict, num_parameters: int) -> int:
+    """Return how many parameters a stage trains: all, or those of its adapters."""
+    if config.lora is None:
+        return num_parameters
+    hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
+    heads = facts["num_heads"] or 1
+    kv_width = hidden // heads * (facts["num_kv_heads"] or heads)
+    ends = 4 * hidden + 2 * (hidden + kv_width) + 3 * (hidden + inner)  # q, o; k, v; gate, up, down
+    return (facts["num_layers"] or 0) * config.lora.rank * ends
+
+
+def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameters: int) -> Need:
+    positions = config.max_steps * config.batch_tokens
+    learns = trainable(config, facts, num_parameters)
+    frozen = 0 if config.lora is None else num_parameters
+    micro = config.batch_tokens / config.gradient_accumulation_steps
+    hidden, layers = facts["hidden_size"] or 0, facts["num_layers"] or 0
+    activations = (
+        micro
+        * (layers * (hidden * 16 + (facts["intermediate_size"] or 4 * hidden) * 3) + 2 * (facts["vocab_size"] or 0))
+        * 4
+    )
+    checkpoint = 12 * learns  # float32 weights and both moments
+    # A trajectory-ordered stage decodes every target once with the student it starts from, one token a step.
+    ordered = len(read_prompts(recipe.prompts)) * recipe.targets.max_new_tokens if config.order == "trajectory" else 0
+    decoding = 2.0 * num_parameters * ordered * recipe.student.block_size
+    return Need(
+        tokens=positions,
+        flops=(6.0 if config.lora is None else 4.0) * num_parameters * positions + decoding,
+        memory=ADAM_BYTES * learns + 4 * frozen + activations + 5e8,
+        disk=4 * (num_parameters + learns) + checkpoint * (config.save_total_limit + 1) + 8 * ordered,
+        forwards=3.0 * config.max_steps * config.gradient_accumulation_steps + ordered / 16,
+    )
+
+
+def _eval(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
+    config = recipe.eval
+    answer = config.max_new_tokens or recipe.targets.max_new_tokens
+    settings = sum(len(s.settings()) for s in config.samplers)
+    few_step = settings * (2 if "undistilled" in config.baselines and recipe.distill is not None else 1)
+    plain = 2 + ("teacher" in config.baselines)  # the student's own AR decoding, timed in two ways, and the teacher's
+    tokens, flops, forwards = 0, 0.0, 0.0
+    for task in config.tasks:
+        rows = read_prompts(PromptsConfig(path=task.path, field=task.field, limit=task.limit))
+        blocks = -(-answer // recipe.student.block_size)
+        batches = -(-len(rows) // config.batch_size)
+        timed = min(config.speed_prompts, len(rows))
+        tokens += len(rows) * answer * (few_step + plain)
+        positions = len(rows) * (few_step * blocks * BLOCKS_PER_ANSWER * recipe.student.block_size + plain * answer)
+        flops += 2.0 * num_parameters * (positions + _prompt_tokens(rows) * (few_step + plain))
+        forwards += (batches + timed) * (few_step * blocks * BLOCKS_PER_ANSWER + plain * answer)
+    memory = 3 * 4 * num_parameters + _cache_bytes(facts, config.batch_size * 2 * answer) + 5e8
+    return Need(tokens=tokens, flops=flops, memory=memory, disk=60.0 * tokens, forwards=forwards)

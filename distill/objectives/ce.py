@@ -1,0 +1,18 @@
+"""`ce`: cross entropy to the target at masked positions, the denoiser's own objective."""
+
+import torch
+
+from fewstep.distill.objectives.rows import Rows
+
+
+def weights(rows) -> torch.Tensor:
+    """Return [R] f32: the loss weight of masked positions, zero on the AR stream."""
+    return rows.weight * ~rows.clean
+
+
+def loss(rows: Rows, temperature: float) -> torch.Tensor:
+    """Return [R] f32 of -log p(x_0). `temperature` is not used.
+
+    Source: masked diffusion with flat weights (MDLM without the 1/t factor).
+    """
+    return rows.nll

@@ -1,0 +1,48 @@
+"""What an objective sees: supervised rows, their logits, and what is known of each.
+
+Shapes: R rows, V vocabulary, K teacher top-k.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+LOWEST = -1e4  # stands in for -inf where a log-probability is multiplied by a probability of 0
+
+
+@dataclass
+class Rows:
+    """A chunk of supervised rows.
+
+    logits: [R, V] f32, the mask token at -inf. labels: [R] int64. weight: [R] f32.
+    clean: [R] bool, rows of the AR stream; the others are masked positions of noisy blocks.
+    eligible: [R] bool, masked positions with no visible token to their right inside the block.
+    topk_ids [R, K] int64, topk_logprobs [R, K] f32 and tail_mass [R] f32 of the teacher at T=1, where
+    has_teacher [R] bool.
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor
+    clean: torch.Tensor
+    eligible: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_logprobs: torch.Tensor
+    tail_mass: torch.Tensor
+    has_teacher: torch.Tensor
+
+    @cached_property
+    def logprobs(self) -> torch.Tensor:
+        """[R, V] natural log-probabilities at T=1."""
+        return self.logits.log_softmax(-1)
+
+    @cached_property
+    def nll(self) -> torch.Tensor:
+        """[R] negative log-likelihood of the labels."""
+        return -self.logprobs.gather(-1, self.labels[:, None])[:, 0]
+
+    @cached_property
+    def right(self) -> torch.Tensor:
+        """[R] bool, rows whose most likely token is the label."""
+        return self.logits.detach().argmax(-1) == self.labels

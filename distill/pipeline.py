@@ -1,0 +1,255 @@
+"""Run a recipe's stages: skip what is complete, lock, run, seal.
+
+Heavy libraries are imported only when a stage really runs.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fewstep import machine
+from fewstep.distill.chain import TRAINED, VERSIONS, Stage, chain, portable
+from fewstep.distill.checks import check
+from fewstep.distill.recipe import Recipe
+from fewstep.errors import UserError
+from fewstep.runstore import MANIFEST, StageFolder, write_atomic
+from fewstep.signals import raise_if_stopped, stop_at_once
+from fewstep.teachers.load import SAVED
+
+# --- What each stage calls ----------------------------------------------------------------------
+
+
+def _targets(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    from fewstep.teachers.collect import run
+
+    return run(folders["targets"], recipe.teacher, recipe.prompts, recipe.targets, recipe.seed)
+
+
+def _adapt(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    saved = folders["targets"] / SAVED
+    source: str | Path = saved if saved.is_dir() else recipe.teacher.model
+    if recipe.student.base is not None:
+        source = recipe.student.base
+    elif source == recipe.teacher.model and recipe.teacher.revision is not None and not Path(source).exists():
+        from huggingface_hub import snapshot_download
+
+        source = Path(snapshot_download(recipe.teacher.model, revision=recipe.teacher.revision))
+    return _train("adapt", recipe, folders, source)
+
+
+def _distill(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    return _train("distill", recipe, folders, folders["adapt"] / "student")
+
+
+def _train(stage: str, recipe: Recipe, folders: dict[str, Path], source: str | Path) -> dict:
+    from fewstep.distill.train import run
+
+    return run(
+        folders[stage],
+        stage,
+        recipe.training()[stage],
+        recipe.student,
+        recipe.engine,
+        recipe.track,
+        source,
+        folders["targets"],
+        recipe.seed,
+        recipe.name,
+    )
+
+
+def students(folders: dict[str, Path]) -> dict[str, Path]:
+    """Return the checkpoints that are evaluated: the student, and the one before distillation if there was any."""
+    if "distill" not in folders:
+        return {"student": folders["adapt"] / "student"}
+    return {"student": folders["distill"] / "student", "undistilled": folders["adapt"] / "student"}
+
+
+def _eval(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    from fewstep.eval.run import run
+
+    return run(
+        folders["eval"],
+        recipe.eval,
+        recipe.teacher,
+        folders["targets"],
+        recipe.targets,
+        students(folders),
+        recipe.seed,
+    )
+
+
+def _report(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    from fewstep.eval.report import run
+
+    read = [stage for stage in folders if stage not in ("report", "publish")]
+    manifests = {stage: StageFolder(folders[stage]).manifest() for stage in read}
+    return run(folders["report"], manifests, folders["eval"], portable(recipe))
+
+
+def _publish(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    from fewstep.distill.publishing import run
+
+    student = students(folders)["student"]
+    return run(folders["publish"], recipe.publish, student, folders["report"], folders["eval"] / "effort.json")
+
+
+RUNNERS: dict[str, Callable[[Recipe, dict[str, Path]], dict]] = {
+    "targets": _targets,
+    "adapt": _adapt,
+    "distill": _distill,
+    "eval": _eval,
+    "report": _report,
+    "publish": _publish,
+}
+
+
+# --- Running ------------------------------------------------------------------------------------
+
+
+def run(recipe: Recipe, runs: Path, only: str | None = None, say: Callable[[str], None] = print) -> dict[str, Path]:
+    """Run the recipe's stages, or one of them, and return the folder of each.
+
+    Args:
+        recipe: what to run.
+        runs: where the stages' folders are.
+        only: run this stage alone; those before it must be complete. The report alone is written anew.
+        say: takes each line for the user.
+
+    Raises:
+        UserError: the request is wrong; nothing has been written.
+        RunFailed, Stopped: while running.
+    """
+    stages = chain(recipe)
+    folders = {name: runs / stage.folder for name, stage in stages.items()}
+    if only is not None and only not in stages:
+        key = {"distill": "distill is null", "publish": "publish.repo is null"}[only]
+        raise UserError(f"{recipe.name}: {key}, so there is no stage {only}; set it in the recipe or as key=value")
+    for name in stages[only].upstream if only else ():
+        if not StageFolder(folders[name]).is_complete():
+            raise UserError(
+                f"{only} reads {stages[name].folder}, which is not complete; run `fewstep {name}` or `fewstep run` on this recipe first"
+            )
+    todo = [
+        n for n in stages if only in (None, n) and (n == only == "report" or not StageFolder(folders[n]).is_complete())
+    ]
+    check(recipe, stages, runs, todo)
+
+    here = machine.commit()
+    if todo:
+        machine.pin_threads(recipe.engine.threads)
+        runs.mkdir(parents=True, exist_ok=True)
+        _name_folders(recipe, stages, runs)
+    for name, stage in stages.items():
+        if name in todo:
+            seconds = _run_stage(recipe, stage, folders, say)
+            say(f"{stage.folder:<17} done in {seconds:.0f} s")
+        elif only in (None, name):
+            StageFolder(folders[name]).check()
+            made = StageFolder(folders[name]).manifest().get("commit")
+            note = f" (made at commit {_short(made)}, this is {_short(here)})" if made != here else ""
+            say(f"{stage.folder:<17} complete, skipped{note}")
+    if not todo:
+        say(f"nothing to do: {only or 'every stage'} of {recipe.name} is complete")
+    return folders
+
+
+def _short(commit: str | None) -> str:
+    return "unknown" if commit is None else commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
+
+
+def _name_folders(recipe: Recipe, stages: dict[str, Stage], runs: Path) -> None:
+    """Write `<runs>/<recipe name>.json`, which names the recipe's folders."""
+    names = {"recipe": recipe.name, "stages": {name: stage.folder for name, stage in stages.items()}}
+    text = json.dumps(names, indent=1)
+    file = runs / f"{recipe.name}.json"
+    if _rank() == 0 and (not file.is_file() or file.read_text() != text):
+        write_atomic(file, text)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Callable[[str], None]) -> float:
+    """Run one stage in its locked folder and seal it; return the seconds it took."""
+    folder = StageFolder(folders[stage.name])
+    start = time.monotonic()
+    if _rank() > 0:
+        # Under a launcher every rank trains; the first one alone holds the folder and does the rest.
+        if stage.name in TRAINED:
+            RUNNERS[stage.name](recipe, folders)
+        while not folder.is_complete():
+            raise_if_stopped(f"rank {_rank()} stopped")
+            time.sleep(0.2)
+        return time.monotonic() - start
+    with folder.lock():
+        if folder.is_complete() and stage.name != "report":
+            return 0.0  # another runner finished it before this one held the lock
+        resumed = folder.path.is_dir() and any(folder.path.iterdir())
+        folder.path.mkdir(exist_ok=True)
+        (folder.path / MANIFEST).unlink(missing_ok=True)  # only a report that is written anew has one
+        say(f"{stage.folder:<17} {'resumes' if resumed else 'runs'}")
+        started = _now()
+        with open(folder.path / "sessions.jsonl", "a") as sessions:
+            sessions.write(json.dumps({"started": started, "commit": machine.commit()}) + "\n")
+        summary = _until_stopped(recipe, stage.name, folders)
+        folder.seal(_manifest(recipe, stage, summary, started, time.monotonic() - start))
+    return time.monotonic() - start
+
+
+def _until_stopped(recipe: Recipe, stage: str, folders: dict[str, Path]) -> dict:
+    """Run one stage's function, and turn whatever a signal made of it into Stopped."""
+    where = f"{stage} stopped, its state is saved; the same command goes on from there"
+    # Training polls the signal between steps, where it can save; the others are safe to leave anywhere.
+    try:
+        with nullcontext() if stage in TRAINED else stop_at_once(where):
+            summary = RUNNERS[stage](recipe, folders)
+    except Exception:
+        raise_if_stopped(where)
+        raise
+    raise_if_stopped(where)
+    return summary
+
+
+def _manifest(recipe: Recipe, stage: Stage, summary: dict, started: str, seconds: float) -> dict:
+    hardware = machine.hardware()
+    return {
+        "schema": 1,
+        "stage": stage.name,
+        "hash": stage.hash,
+        "version": VERSIONS[stage.name],
+        "status": "complete",
+        "config": stage.config,
+        "inputs": stage.inputs,
+        "upstream": stage.upstream,
+        "recipe": portable(recipe),
+        "commit": machine.commit(),
+        "versions": machine.versions(),
+        "hardware": hardware,
+        "threads": hardware["threads"],
+        "seed": recipe.seed,
+        "started": started,
+        "finished": _now(),
+        "seconds": round(seconds, 1),
+        "summary": _finite(summary),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with null for NaN and infinity, which are no JSON."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,33 @@
+"""`noise`: each block masked at its own random level."""
+
+import numpy as np
+
+
+def masks(block: np.ndarray, rng: np.random.Generator, low: float, high: float, copies: int) -> np.ndarray:
+    """Draw masks for the noisy copies of one response.
+
+    Levels are antithetic over the N = copies · blocks of this sample: u ~ U, t_j = (u + j/N) mod 1,
+    permuted, scaled to [low, high]; so a sample always sees easy and hard blocks.
+
+    Args:
+        block: [n] block of each position, counted from 0.
+        rng: keyed by (seed, epoch, sample), never by rank.
+        low, high: range of the probability that a position is masked.
+
+    Returns:
+        [copies, n] bool with at least one mask a block.
+
+    Source: antithetic time sampling of MDLM, per block.
+    """
+    num_blocks = int(block[-1]) + 1
+    N = copies * num_blocks
+    t = rng.permutation((rng.random() + np.arange(N) / N) % 1.0).reshape(copies, num_blocks)
+    level = low + (high - low) * t
+    draw = rng.random((copies, len(block)))
+    out = draw < level[:, block]
+    for m in range(copies):
+        for b in range(num_blocks):
+            where = np.flatnonzero(block == b)
+            if not out[m, where].any():
+                out[m, where[np.argmin(draw[m, where])]] = True
+    return out

@@ -1,0 +1,85 @@
+"""Where a run's figures go: always two local JSONL files, and W&B where the recipe names a project.
+
+`metrics.jsonl` holds losses and no timings, so that it is the same, byte for byte, for the same run;
+`perf.jsonl` holds timings and memory.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from fewstep.distill.config import TrackConfig
+from fewstep.runstore import write_atomic
+
+
+class Tracker:
+    """Append figures by step; a resume first cuts both files back to the checkpoint's step.
+
+    Args:
+        folder: the stage's folder.
+        step: figures of this step and later are dropped: they will be written again.
+        config: the recipe's `track` section.
+        run: {"name", "group", "job_type", "config"} for the tracker.
+    """
+
+    def __init__(self, folder: Path, step: int, config: TrackConfig, run: dict):
+        self.metrics, self.perf = folder / "metrics.jsonl", folder / "perf.jsonl"
+        for path in (self.metrics, self.perf):
+            lines = path.read_text().splitlines() if path.exists() else []
+            write_atomic(path, "".join(line + "\n" for line in lines if _step(line) < step))
+        self._wandb = _start_wandb(folder, config, run)
+
+    def log(self, step: int, metrics: dict, perf: dict | None = None) -> None:
+        """Write one line to each file; floats are kept to 9 significant digits."""
+        _append(self.metrics, {"step": step, **metrics})
+        if perf:
+            _append(self.perf, {"step": step, **perf})
+        if self._wandb is not None:
+            self._wandb.log({"train/step": step} | {f"train/{k}": v for k, v in (metrics | (perf or {})).items()})
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # half a line, written when the machine went down
+        return float("inf")
+
+
+def _append(path: Path, row: dict) -> None:
+    rounded = {k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in row.items()}
+    with open(path, "a") as file:
+        file.write(json.dumps(rounded) + "\n")
+
+
+def _start_wandb(folder: Path, config: TrackConfig, run: dict):
+    """Return a W&B run, offline unless the recipe says online and a key is there; never a prompt or a crash."""
+    if config.wandb.project is None or config.wandb.mode == "disabled":
+        return None
+    import wandb
+
+    online = config.wandb.mode == "online" and (os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    saved = folder / "wandb_run_id"
+    if not saved.exists():
+        write_atomic(saved, wandb.util.generate_id())
+    for key in ("WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        os.environ.setdefault(key, str(folder / "trainer_state" / "wandb"))
+    try:
+        tracked = wandb.init(
+            project=config.wandb.project,
+            mode="online" if online else "offline",
+            dir=str(folder / "trainer_state"),
+            id=saved.read_text().strip(),
+            resume="allow" if online else None,
+            settings=wandb.Settings(silent=True),
+            **run,
+        )
+    except Exception as error:  # a tracker's trouble must not cost a training run
+        print(f"W&B is off: {str(error).splitlines()[0]}; metrics.jsonl has the figures")
+        return None
+    tracked.define_metric("train/step")
+    tracked.define_metric("train/*", step_metric="train/step")
+    return tracked

@@ -1,0 +1,315 @@
+"""One training stage, adapt or distill: the loop reads top to bottom."""
+
+import json
+import math
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from fewstep.distill import checkpoints, trajectories
+from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig
+from fewstep.distill.engine import build_engine, training_dtype
+from fewstep.distill.examples import (
+    Sample,
+    cost,
+    curriculum_block_size,
+    draw_example,
+    epoch_steps,
+    micro_batches,
+    read_samples,
+)
+from fewstep.distill.tracking import Tracker
+from fewstep.distill.trainee import Trainee, load_objectives, row_weights
+from fewstep.errors import RunFailed, Stopped, UserError
+from fewstep.progress import progress
+from fewstep.signals import stop_requested
+from fewstep.students.config import StudentConfig
+from fewstep.students.convert import load_causal_lm, load_student, make_student, save_student
+from fewstep.students.layout import Batch, build_batch
+from fewstep.students.lora import Adapter, apply_lora
+
+VERSION = 1
+HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
+
+
+def run(
+    folder: Path,
+    stage: str,
+    config: TrainingConfig,
+    student: StudentConfig,
+    engine: EngineConfig,
+    track: TrackConfig,
+    source: str | Path,
+    targets: Path,
+    seed: int,
+    run_name: str,
+) -> dict:
+    """Train one stage to its end and write `student/`; a killed run goes on from its last checkpoint.
+
+    Args:
+        folder: the stage's own; gets student/, trainer_state/, metrics.jsonl, perf.jsonl.
+        stage: "adapt" makes the student from an AR checkpoint, "distill" trains one on.
+        source: the checkpoint to start from.
+        targets: folder of the targets stage.
+
+    Returns:
+        Facts for the manifest: steps, samples, last losses, parameters trained.
+
+    Raises:
+        RunFailed: a loss that is not finite, by step; the last good checkpoint is named.
+        Stopped: a signal came; the state is saved.
+    """
+    torch.manual_seed(seed)
+    model, tokenizer, adapter = _load(stage, config, student, source, seed, training_dtype(engine.precision))
+    facts = model.config.fewstep
+    samples, held_out = read_samples(targets, "train"), read_samples(targets, "held_out")[:HELD_OUT_ROWS]
+    samples, too_long = _fitting(samples, model)
+    if not samples:
+        raise RunFailed(f"{stage}: no target fits into the model's context ({too_long} are longer); shorten the prompts")
+    held_out, _ = _fitting(held_out, model)
+    if config.order == "trajectory":
+        trajectories.record(model, samples, folder / "trajectories", facts["block_size"])
+        trajectories.attach(samples, trajectories.load(folder / "trajectories"))
+    elif config.order == "nll":
+        for sample in samples:
+            sample.order = trajectories.nll_order(sample)
+
+    objectives = load_objectives(config.objectives)
+    temperatures = {name: o.temperature for name, o in config.objectives.items()}
+    trainee = Trainee(model, facts["attention"], facts["mask_token_id"], objectives, temperatures).train()
+    trained = [p for p in trainee.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    worker = build_engine(engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm)
+    state_folder, is_main = folder / "trainer_state", worker.rank == 0
+    found = checkpoints.latest(state_folder)
+    first_step = 0
+    if found:
+        worker.load(found[0])
+        first_step = found[1]["step"]
+    tracker = Tracker(
+        folder, first_step, track, {"name": f"{run_name}-{stage}", "group": run_name, "job_type": stage, "config": config.model_dump(mode="json")}
+    ) if is_main else None  # fmt: skip
+    eos = _eos(model, tokenizer)
+    num_topk = samples[0].topk_ids.shape[1] if "kd" in objectives and samples[0].topk_ids is not None else 0
+    if "kd" in objectives and not num_topk:
+        raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
+
+    def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
+        drawn = [draw_example(s, config, block_size, eos, seed, epoch, share) for s in chosen]
+        batch = build_batch(drawn, facts["mask_token_id"], facts["attention"], config.fill_weight, num_topk)
+        return batch.to(worker.device)
+
+    def save_state(step: int) -> None:
+        state = {"step": step, "stage": stage}
+        checkpoints.save(state_folder, step, worker.save, state, config.save_total_limit, is_main, worker.barrier)
+
+    least = worker.world_size * config.gradient_accumulation_steps
+    if len(samples) < least:
+        raise RunFailed(f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps")
+    plan = _StepPlan(samples, config, facts["block_size"], seed, least)
+    last: dict[str, float] = {}
+    started = time.perf_counter()
+    with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
+        for step in range(first_step, config.max_steps):
+            share = step / config.max_steps
+            block_size = curriculum_block_size(config, facts["block_size"], share)
+            epoch, indices = plan.at(step)
+            mine = micro_batches(indices, worker.world_size, config.gradient_accumulation_steps)[worker.rank]
+            batches = [batch_of([samples[i] for i in group], block_size, epoch, share) for group in mine]
+
+            # each objective is a mean over the whole step: all ranks, all micro-batches
+            per_batch = [row_weights(batch, objectives) for batch in batches]
+            totals = worker.all_sum([sum(w[name] for w in per_batch) for name in objectives])
+            coefficients = {
+                name: config.objectives[name].at(share) / total if total else 0.0
+                for name, total in zip(objectives, totals)
+            }
+            sums = {name: 0.0 for name in objectives}
+            loss_sum = 0.0
+            for i, batch in enumerate(batches):
+                loss, parts = worker.forward(batch, coefficients)
+                worker.backward(loss)
+                if i + 1 < len(batches):
+                    worker.micro_step()
+                loss_sum += float(loss.detach())
+                for name in objectives:
+                    sums[name] += float(parts[name])
+            reduced = worker.all_sum([loss_sum, *sums.values()])
+            if not math.isfinite(reduced[0]):
+                raise RunFailed(_not_finite(stage, step, reduced[0], state_folder))
+            learning_rate = config.learning_rate * schedule(step, config)
+            grad_norm = worker.step(learning_rate)
+            if not math.isfinite(grad_norm):
+                raise RunFailed(_not_finite(stage, step, grad_norm, state_folder, "gradient norm"))
+
+            done = step + 1
+            positions = sum(int(batch.valid.sum()) for batch in batches)
+            means = {n: s / t if t else 0.0 for n, s, t in zip(objectives, reduced[1:], totals)}
+            if done % config.logging_steps == 0 or done == config.max_steps or done == 1:
+                last = {"loss": reduced[0], **means, "learning_rate": learning_rate, "grad_norm": grad_norm}
+                elapsed = time.perf_counter() - started
+                perf = {"seconds": elapsed, "positions": positions, "memory_mb": _memory_mb()}
+                if tracker:
+                    tracker.log(done, last, perf)
+            if held_out and (done % config.eval_steps == 0 or done == config.max_steps):
+                measured = _held_out(worker, held_out, batch_of, facts["block_size"], objectives)
+                last |= measured
+                if tracker:
+                    tracker.log(done, measured)
+            bar.advance(1, note=f"loss {reduced[0]:.3f}")
+            signum = stop_requested()
+            if done % config.save_steps == 0 or done == config.max_steps or signum:
+                save_state(done)
+            if signum and done < config.max_steps:
+                raise Stopped(signum, f"{stage}: stopped after step {done}; its state is saved, the same command goes on")
+    with worker.whole_weights():
+        if is_main:
+            _write_student(model, tokenizer, folder, adapter, engine)
+    worker.barrier()
+    if tracker:
+        tracker.close()
+    return {
+        "steps": config.max_steps,
+        "samples": len(samples),
+        "held_out": len(held_out),
+        "too_long": too_long,
+        "parameters_trained": sum(p.numel() for p in trained),
+        "last": last,
+        "engine": type(worker).__name__,
+        "world_size": worker.world_size,
+        "resumed_from": first_step,
+    }
+
+
+def schedule(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of `step` as a share of its peak: warm-up, then cosine, linear or constant."""
+    warmup = max(1, round(config.warmup_ratio * config.max_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    share = (step - warmup) / max(1, config.max_steps - warmup)
+    if config.lr_scheduler_type == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * share))
+    return 1.0 - share if config.lr_scheduler_type == "linear" else 1.0
+
+
+class _StepPlan:
+    """Which samples each step trains on; a function of the seed alone, so a resume needs no saved state."""
+
+    def __init__(self, samples: list[Sample], config: TrainingConfig, block_size: int, seed: int, least: int):
+        self.costs = [cost(s, config, block_size) for s in samples]
+        self.batch_tokens, self.seed, self.least = config.batch_tokens, seed, least
+        self.epoch, self.first, self.steps = 0, 0, self._cut(0)
+
+    def _cut(self, epoch: int) -> list[list[int]]:
+        return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)
+
+    def at(self, step: int) -> tuple[int, list[int]]:
+        """Return (epoch, sample indices) of a step; steps are asked for in order."""
+        while step >= self.first + len(self.steps):
+            self.first += len(self.steps)
+            self.epoch += 1
+            self.steps = self._cut(self.epoch)
+        return self.epoch, self.steps[step - self.first]
+
+
+def _load(stage, config, student, source, seed, dtype) -> tuple:
+    """Return (model, tokenizer, adapter or None) with every parameter that is to train marked so."""
+    lora = config.lora
+    if stage == "adapt":
+        model, tokenizer = load_causal_lm(source, dtype)
+        facts = make_student(model, tokenizer, student, bool(lora and lora.gated), seed)
+    else:
+        model, tokenizer = load_student(source, dtype)
+        facts = model.config.fewstep
+        if facts["adapter"] == "gated":
+            spec = json.loads((Path(source) / "fewstep_adapter" / "adapter.json").read_text())
+            if lora is not None and (not lora.gated or lora.rank != spec["rank"]):
+                raise UserError(
+                    f"{stage}.lora: the student carries a gated adapter of rank {spec['rank']}, which is trained on; "
+                    f"remove {stage}.lora or repeat it"
+                )
+            return model, tokenizer, Adapter(spec["rank"], spec["alpha"], True)
+        if lora is not None and lora.gated:
+            raise UserError(f"{stage}.lora.gated: adapt trained the clean stream already; gate the adapter in adapt.lora")
+    check_objectives(stage, config, facts["attention"], facts["adapter"] == "gated")
+    if lora is None:
+        return model.requires_grad_(True), tokenizer, None
+    return model, tokenizer, apply_lora(model, lora.rank, lora.alpha, lora.gated, facts["mask_token_id"])
+
+
+def check_objectives(stage: str, config: TrainingConfig, attention: str, gated: bool) -> None:
+    """Raise UserError for an objective or setting that this kind of student cannot have."""
+    weight = config.objectives.get("ar")
+    wants_ar = weight is not None and weight.weight != 0.0
+    if wants_ar and gated:
+        raise UserError(f"{stage}.objectives.ar: a gated student's clean stream is frozen; set it to 0")
+    if attention == "bidirectional":
+        if wants_ar:
+            raise UserError(f"{stage}.objectives.ar: a bidirectional student has no clean stream; set it to 0")
+        if config.copies > 1 or config.complementary:
+            raise UserError(f"{stage}.copies: a bidirectional student takes one noisy copy; set copies: 1, complementary: false")
+    if config.random_offset and attention == "bidirectional":
+        raise UserError(f"{stage}.random_offset: a bidirectional student has no blocks to shift; set it to 0")
+
+
+def _fitting(samples: list[Sample], model) -> tuple[list[Sample], int]:
+    """Leave out samples that do not fit into the context; return how many were."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+    fits = [s for s in samples if len(s.prompt) + len(s.response) <= context]
+    return fits, len(samples) - len(fits)
+
+
+def _eos(model, tokenizer) -> int:
+    """Return the token that ends a response and fills its last block."""
+    eos = model.generation_config.eos_token_id
+    if isinstance(eos, list):
+        eos = tokenizer.eos_token_id if tokenizer.eos_token_id in eos else eos[0]
+    return tokenizer.eos_token_id if eos is None else eos
+
+
+@torch.no_grad()
+def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, float]:
+    """Return held-out means of every objective, and the share of masked positions that are right."""
+    worker.module.eval()
+    totals, sums = {n: 0.0 for n in objectives}, {n: 0.0 for n in objectives}
+    right = masked = 0.0
+    for first in range(0, len(held_out), 16):
+        batch = batch_of(held_out[first : first + 16], block_size, -1, 1.0)  # epoch -1: the same masks every time
+        _, parts = worker.forward(batch, {})
+        for name, weight in row_weights(batch, objectives).items():
+            totals[name] += weight
+            sums[name] += float(parts[name])
+        right += float(parts["right_diffusion"])
+        masked += float((~batch.clean & (batch.weight == 1)).sum())
+    worker.module.train()
+    measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
+    return measured | {"held_out_accuracy": right / masked if masked else 0.0}
+
+
+def _write_student(model, tokenizer, folder: Path, adapter: Adapter | None, engine: EngineConfig) -> None:
+    """Write student/ beside its final name, then rename."""
+    temporary, final = folder / ".student", folder / "student"
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.eval()
+    if adapter is not None and not adapter.gated:
+        adapter.merge(temporary / "adapter")
+    lora = {"rank": adapter.rank, "alpha": adapter.alpha} if adapter is not None and adapter.gated else None
+    save_student(model, tokenizer, temporary, lora)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(temporary, final)
+
+
+def _not_finite(stage, step, value, state_folder, what="loss") -> str:
+    found = checkpoints.latest(state_folder)
+    good = f"the last good checkpoint is {found[0]}" if found else "no checkpoint was saved before it"
+    return f"{stage}: the {what} is {value} at step {step + 1}; {good}; lower {stage}.learning_rate and run again"
+
+
+def _memory_mb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

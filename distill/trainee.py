@@ -1,0 +1,101 @@
+"""The module that the engine trains: a student's body, its head on supervised rows, and the objectives.
+
+Shapes: B rows, Q positions, R supervised rows, V vocabulary.
+"""
+
+import importlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fewstep.distill.objectives.rows import Rows
+from fewstep.errors import UserError
+from fewstep.kernels.linear_rows_loss import linear_rows_loss
+from fewstep.students.layout import Batch, body_hidden
+
+_ROW_FIELDS = ("labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher")
+
+
+def load_objectives(names) -> dict:
+    """Return name → module of `distill/objectives/`, in the order given.
+
+    Raises:
+        UserError: for a name without a file.
+    """
+    here = Path(__file__).parent / "objectives"
+    known = sorted(p.stem for p in here.glob("*.py") if p.stem != "rows")
+    for name in names:
+        if name not in known:
+            raise UserError(f"objective {name!r} is unknown; use one of {', '.join(known)}")
+    return {name: importlib.import_module(f"fewstep.distill.objectives.{name}") for name in names}
+
+
+class Trainee(nn.Module):
+    """A student under training; its forward returns one scalar and detached sums for the log.
+
+    Args:
+        model: the causal LM (adapters applied).
+        attention: the pattern of its noisy positions.
+        mask_token_id: at -inf in every loss where it is a row of the head.
+        objectives: name → module.
+        temperatures: name → softmax temperature.
+    """
+
+    def __init__(self, model, attention: str, mask_token_id: int, objectives: dict, temperatures: dict[str, float]):
+        super().__init__()
+        self.model, self.attention, self.mask_token_id = model, attention, mask_token_id
+        self.objectives, self.temperatures = objectives, temperatures
+
+    def forward(self, batch: Batch, coefficients: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return Σ_objectives coefficient · Σ_rows weight · loss, and the sums behind it.
+
+        Args:
+            coefficients: name → weight of the objective ÷ Σ of its row weights over the whole step.
+
+        Returns:
+            (scalar f32, {"<objective>": Σ weight·loss, "right", "right_low", …: counts at masked positions}).
+        """
+        hidden = body_hidden(self.model, batch, self.attention)[batch.rows]  # [R, D]
+        head = self.model.get_output_embeddings()
+        head = getattr(head, "original_module", head)
+        config = self.model.config.get_text_config()
+        sums = {name: hidden.new_zeros((), dtype=torch.float32) for name in self.objectives}
+        sums |= {"right_diffusion": hidden.new_zeros((), dtype=torch.float32)}
+
+        def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+            if self.mask_token_id < logits.shape[-1]:
+                blocked = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+                blocked[self.mask_token_id] = True
+                logits = logits.masked_fill(blocked, -torch.inf)
+            chunk = Rows(logits, **{f: getattr(batch, f)[rows] for f in _ROW_FIELDS})
+            total = logits.new_zeros(())
+            for name, objective in self.objectives.items():
+                part = (objective.weights(chunk) * objective.loss(chunk, self.temperatures[name])).sum()
+                sums[name] += part.detach()
+                if coefficients.get(name):
+                    total = total + coefficients[name] * part
+            sums["right_diffusion"] += (chunk.right & ~chunk.clean & (chunk.weight == 1)).sum()
+            # every row's logits take part, so that a step without an active objective still has a gradient of zero
+            return total + 0.0 * chunk.nll.sum()
+
+        loss = linear_rows_loss(
+            hidden,
+            head.weight,
+            of_chunk,
+            bias=getattr(head, "bias", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+            scale=_logit_scale(config),
+        )
+        return loss, sums
+
+
+def row_weights(batch: Batch, objectives: dict) -> dict[str, float]:
+    """Return Σ of each objective's row weights over a batch: what its mean is taken over."""
+    return {name: float(objective.weights(batch).sum()) for name, objective in objectives.items()}
+
+
+def _logit_scale(config) -> float:
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        return 1.0 / config.logits_scaling
+    return getattr(config, "logit_scale", None) or 1.0  # Cohere multiplies

@@ -1,0 +1,121 @@
+"""Record the order in which the undistilled student decides a response, one token a step.
+
+Shapes: B rows (a block of a response each), S block size.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from fewstep.distill.examples import Sample
+from fewstep.errors import RunFailed, Stopped
+from fewstep.progress import progress
+from fewstep.runstore import write_atomic
+from fewstep.signals import stop_requested
+from fewstep.students.decoding.forward import Forward
+
+SHARD = 128  # samples
+
+
+def nll_order(sample: Sample) -> np.ndarray:
+    """Return the order by the teacher's own surprise: likely tokens first, blocks left to the caller.
+
+    A token outside the stored top-k counts as the whole tail.
+
+    Raises:
+        ValueError: if the targets carry no log-probabilities.
+    """
+    if sample.topk_ids is None:
+        raise ValueError("order: nll needs the teacher's log-probabilities: set targets.top_logprobs above 0")
+    is_token = sample.topk_ids == sample.response[:, None]
+    kept = np.where(is_token, sample.topk_logprobs, -np.inf).max(1)
+    tail = np.log(np.maximum(sample.tail_mass, 1e-9))
+    surprise = -np.where(is_token.any(1), kept, tail)
+    return np.argsort(np.argsort(surprise, kind="stable"), kind="stable")
+
+
+def record(model, samples: list[Sample], folder: Path, block_size: int, batch_size: int = 64) -> None:
+    """Write `folder/NNNNN.parquet` with each sample's order; shards that exist are kept.
+
+    Args:
+        model: the undistilled student in eval mode.
+        samples: in a fixed order, so that a shard always holds the same ones.
+        block_size: S of the blocks, counted from the response's first token.
+        batch_size: blocks decoded together.
+
+    Raises:
+        Stopped: between shards, on a signal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = [samples[i : i + SHARD] for i in range(0, len(samples), SHARD)]
+    with progress("trajectories", total=sum(len(s.response) for s in samples)) as bar:
+        for number, shard in enumerate(shards):
+            path = folder / f"{number:05d}.parquet"
+            if not path.exists():
+                signum = stop_requested()
+                if signum:
+                    raise Stopped(signum, "trajectories: stopped; finished shards are kept, the same command goes on")
+                orders = _orders(model, shard, block_size, batch_size)
+                table = pa.table({"sample_id": [s.id for s in shard], "order": [o.tolist() for o in orders]})
+                sink = pa.BufferOutputStream()
+                pq.write_table(table, sink)
+                write_atomic(path, sink.getvalue().to_pybytes())
+            bar.advance(sum(len(s.response) for s in shard))
+    write_atomic(folder / "trajectories.json", json.dumps({"block_size": block_size, "samples": len(samples)}) + "\n")
+
+
+def load(folder: Path) -> dict[str, np.ndarray]:
+    """Return sample id → order of every recorded shard."""
+    orders = {}
+    for path in sorted(folder.glob("*.parquet")):
+        table = pq.read_table(path, partitioning=None).to_pydict()
+        orders |= {i: np.asarray(o, np.int64) for i, o in zip(table["sample_id"], table["order"])}
+    return orders
+
+
+def attach(samples: list[Sample], orders: dict[str, np.ndarray]) -> None:
+    """Give every sample its recorded order.
+
+    Raises:
+        RunFailed: where one is missing or belongs to a response of another length.
+    """
+    for sample in samples:
+        order = orders.get(sample.id)
+        if order is None or len(order) != len(sample.response):
+            found = "none" if order is None else f"{len(order)} positions"
+            raise RunFailed(
+                f"trajectory of sample {sample.id}: {found}, the response has {len(sample.response)}; "
+                "delete the stage's trajectories/ folder to record them anew"
+            )
+        sample.order = order
+
+
+def _orders(model, samples: list[Sample], block_size: int, batch_size: int) -> list[np.ndarray]:
+    """Unmask each block to the teacher's own tokens, most confident position first."""
+    jobs = [(k, start) for k, s in enumerate(samples) for start in range(0, len(s.response), block_size)]
+    jobs.sort(key=lambda job: len(samples[job[0]].prompt) + job[1])
+    orders = [np.zeros(len(s.response), np.int64) for s in samples]
+    for first in range(0, len(jobs), batch_size):
+        batch = jobs[first : first + batch_size]
+        truth = [samples[k].response[start : start + block_size].tolist() for k, start in batch]
+        prefix = [samples[k].prompt.tolist() + samples[k].response[:start].tolist() for k, start in batch]
+        S = max(map(len, truth))
+        forward = Forward(model, capacity=max(map(len, prefix)) + S)
+        mask = forward.mask_token_id
+        noisy = [[mask] * len(t) for t in truth]
+        starts, clean = [0] * len(batch), prefix
+        for step in range(S):
+            logits = forward(starts, clean, noisy, keep=S)  # [B, S, V]
+            starts, clean = [len(p) for p in prefix], [[] for _ in batch]
+            confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+            open_ = torch.tensor([[t == mask for t in x] + [False] * (S - len(x)) for x in noisy])
+            best = confidence.masked_fill(~open_.to(confidence.device), -1.0).argmax(-1).tolist()
+            for row, ((k, start), position) in enumerate(zip(batch, best)):
+                if step < len(truth[row]):
+                    orders[k][start + position] = step
+                    noisy[row][position] = truth[row][position]
+    return orders

@@ -1,0 +1,444 @@
+"""Measure a student against its teacher on every task: quality in batches, speed one prompt at a time.
+
+Every finished cell (task, system, sampler, setting) lies in partial/ until the whole is written, so a
+killed evaluation goes on with the cell it was in. Timings are the exception: they compare systems in
+one process, so a task's speed is measured in one go or again.
+"""
+
+import hashlib
+import json
+import resource
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fewstep import chat, machine, runstore, signals
+from fewstep.errors import UserError
+from fewstep.eval import effort, quality, rows, speed, stats, tasks_by_name, verdict
+from fewstep.eval.config import EvalConfig
+from fewstep.eval.quality import Answers
+from fewstep.eval.samples import SCHEMA, settings_key
+from fewstep.eval.speed import Contestant, Timing
+from fewstep.progress import progress
+from fewstep.students.decoding import decode
+from fewstep.students.load import load_student
+from fewstep.teachers.config import TargetsConfig, TeacherConfig
+
+VERSION = 1  # raised whenever a change here could change a figure
+
+STOPPED = "finished rows are in partial/; the same command goes on from there"
+UNDISTILLED_SPEED = "the undistilled student runs the student's own loop: at one setting its speed follows its TPF"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system under one sampler and setting."""
+
+    system: str
+    sampler: str
+    settings: dict
+
+    @property
+    def key(self) -> str:
+        """Name the cell, uniquely among a task's."""
+        return f"{self.system} {self.sampler} {settings_key(self.settings)}"
+
+
+@dataclass
+class Task:
+    """A task's prompts and everything measured on them."""
+
+    name: str
+    version: int
+    items: Sequence[Any]  # id, messages, reference
+    prompt_hash: str
+    score: Any  # (text, reference) -> float
+    answers: dict[str, Answers]  # Cell.key → answers
+    speed: "Speed | None" = None
+
+
+@dataclass
+class Speed:
+    """Batch-1 timings of a task's speed prompts, by Cell.key."""
+
+    prompts: list[int]  # places among the task's items
+    timings: dict[str, list[Timing]]
+    implementations: dict[str, str]
+    baseline: str  # Cell.key of the faster AR baseline
+    ways: list[dict]  # every way to run AR decoding that was tried: system, implementation, tokens_per_s
+    pilot_prompts: int
+
+    def to_dict(self) -> dict:
+        """Return the JSON-able content."""
+        return {**vars(self), "timings": {k: [t.to_dict() for t in v] for k, v in self.timings.items()}}
+
+    @staticmethod
+    def from_dict(content: dict) -> "Speed":
+        """Return what `to_dict` wrote."""
+        return Speed(**{**content, "timings": {k: [Timing(**t) for t in v] for k, v in content["timings"].items()}})
+
+
+class Models:
+    """The systems' models, each loaded when first asked for."""
+
+    def __init__(self, teacher: TeacherConfig, targets_folder: Path, targets: TargetsConfig, students: Mapping[str, Path]):
+        self._teacher, self._targets_folder, self._targets, self._students = teacher, targets_folder, targets, students
+        self._loaded: dict[str, tuple[Any, Any]] = {}
+
+    def get(self, system: str) -> tuple[Any, Any]:
+        """Return (model, tokenizer) of `teacher`, `student` or `undistilled`."""
+        if system not in self._loaded:
+            from fewstep.teachers.hf import device, torch_dtype
+            from fewstep.teachers.load import load_for_stage
+
+            if system == "teacher":
+                self._loaded[system] = load_for_stage(self._teacher, self._targets_folder)
+            else:
+                model, tokenizer = load_student(self._students[system], torch_dtype(self._teacher.dtype))
+                self._loaded[system] = model.to(device()), tokenizer
+        return self._loaded[system]
+
+    def drop(self, system: str) -> None:
+        """Free a model that is not needed any more."""
+        self._loaded.pop(system, None)
+
+    def prompts(self, system: str, items: Sequence[Any]) -> list[list[int]]:
+        """Return the [N] prompts as the system sees them: the teacher's with its own few-shot turns.
+
+        Raises:
+            UserError: a prompt does not fit the model's context.
+        """
+        model, tokenizer = self.get(system)
+        if system == "teacher":
+            from fewstep.teachers.collect import teacher_prompts
+
+            prompts = teacher_prompts(tokenizer, [item.messages for item in items], self._targets)
+        else:
+            prompts = [chat.encode_prompt(tokenizer, item.messages) for item in items]
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        for item, prompt in zip(items, prompts):
+            if context is not None and len(prompt) >= context:
+                raise UserError(
+                    f"eval.tasks: prompt {item.id} has {len(prompt)} tokens for the {system}, whose context holds {context}; "
+                    "remove the row or shorten it"
+                )
+        return prompts
+
+
+def run(
+    folder: Path,
+    config: EvalConfig,
+    teacher: TeacherConfig,
+    targets_folder: Path,
+    targets: TargetsConfig,
+    students: Mapping[str, Path],
+    seed: int,
+) -> dict:
+    """Write samples.parquet, results.json and effort.json into `folder`.
+
+    Args:
+        folder: the stage's folder, which exists; partial/ in it holds what an earlier run finished.
+        teacher, targets_folder: how to load the teacher (`teachers.load.load_for_stage`).
+        targets: how the teacher answers: its few-shot turns and system prompt, the length of answers.
+        students: "student" → its folder, and "undistilled" → that of the student before distillation.
+        seed: of training, recorded in each row; it also seeds the bootstrap.
+
+    Returns:
+        Summary: rows, verdicts, seconds.
+
+    Raises:
+        UserError: an unknown task, no tasks, or a prompt longer than a context.
+        Stopped: a signal came; the finished cells are kept.
+    """
+    if not config.tasks:
+        raise UserError("eval.tasks is empty; name at least one task, such as {name: booking, path: eval.jsonl}")
+    started = time.monotonic()
+    partial = folder / "partial"
+    partial.mkdir(exist_ok=True)
+    limit = config.max_new_tokens or targets.max_new_tokens
+    models = Models(teacher, targets_folder, targets, students)
+    facts = {name: _student_facts(path) for name, path in students.items()}
+    cells = plan(config, facts)
+    measured = []
+    for entry in config.tasks:
+        module = tasks_by_name.find(entry.name)
+        items = module.load(entry.path, entry.field, entry.limit)
+        task = Task(entry.name, module.VERSION, items, module.prompt_hash(items), module.score, {})
+        for cell in cells:
+            name = _digest(VERSION, task.name, task.prompt_hash, limit, cell.key)
+            task.answers[cell.key] = _kept(
+                partial / f"{cell.system}-{cell.sampler}-{name}.json",
+                lambda cell=cell, task=task: _answer(task, cell, models, limit, config.batch_size).to_dict(),
+                lambda content: Answers(**content),
+            )
+        models.drop("undistilled")
+        count = min(config.speed_prompts, len(items))
+        name = _digest(VERSION, task.name, task.prompt_hash, limit, count)
+        task.speed = _kept(
+            partial / f"speed-{name}.json",
+            lambda task=task, count=count: _time(task, cells, models, limit, count).to_dict(),
+            Speed.from_dict,
+        )
+        measured.append(task)
+    settings = {
+        "seed": seed,
+        "max_new_tokens": limit,
+        "batch_size": config.batch_size,
+        "speed_prompts": config.speed_prompts,
+        "max_loss": config.max_loss,
+        "bootstrap": {"draws": stats.DRAWS, "level": stats.LEVEL},
+    }
+    results, levels = assemble(measured, cells, facts, teacher.model, settings, config.baselines)
+    _write_samples(folder / "samples.parquet", measured, cells, models)
+    runstore.write_atomic(folder / "effort.json", _json(levels))
+    runstore.write_atomic(folder / "results.json", _json(results))
+    shutil.rmtree(partial)
+    return {
+        "rows": len(results["rows"]),
+        "verdicts": [v["text"] for v in results["verdicts"]],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def plan(config: EvalConfig, facts: Mapping[str, dict]) -> list[Cell]:
+    """Return the cells to measure, in order: the teacher, the student's own AR decoding, then each setting."""
+    cells = [Cell("teacher", "ar", {})] if "teacher" in config.baselines else []
+    for system in ("student", "undistilled"):
+        if system not in facts or (system == "undistilled" and system not in config.baselines):
+            continue
+        causal = facts[system].get("attention") != "bidirectional"
+        if system == "student" and causal:
+            cells.append(Cell("student", "ar", {}))
+        for sampler in config.samplers:
+            if causal or sampler.name != "verify":
+                cells += [Cell(system, sampler.name, settings) for settings in sampler.settings()]
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def assemble(
+    tasks: Sequence[Task],
+    cells: Sequence[Cell],
+    facts: Mapping[str, dict],
+    teacher: str,
+    settings: dict,
+    baselines: Sequence[str],
+) -> tuple[dict, dict]:
+    """Return (results.json, effort.json) of measured tasks; nothing is measured here.
+
+    Args:
+        facts: system → its config.json's `fewstep` section.
+        teacher: as the recipe names it.
+        settings: of the evaluation, as recorded in results.json; `seed` and `max_loss` are used.
+    """
+    seed, found = settings["seed"], []
+    for task in tasks:
+        answers = task.answers
+        for cell in cells:
+            own = answers.get(Cell(cell.system, "ar", {}).key) if cell.system != "teacher" else None
+            few_step = cell.system == "student" and cell.sampler != "ar"
+            found.append(
+                rows.build(
+                    task=task.name,
+                    task_version=task.version,
+                    system=cell.system,
+                    sampler=cell.sampler,
+                    settings=cell.settings,
+                    answers=answers[cell.key],
+                    seed=seed,
+                    teacher=answers.get(Cell("teacher", "ar", {}).key),
+                    own=own,
+                    undistilled=answers.get(Cell("undistilled", cell.sampler, cell.settings).key) if few_step else None,
+                    timed=_timed(task.speed, cell.key),
+                    untimed_reason=UNDISTILLED_SPEED if cell.system == "undistilled" else "not timed",
+                    mask_token_id=facts.get(cell.system, {}).get("mask_token_id"),
+                )
+            )
+    rows.fill_aup(found)
+    candidates = [
+        effort.Candidate(c.sampler, c.settings, {t.name: t.answers[c.key] for t in tasks})
+        for c in cells
+        if c.system == "student" and c.sampler != "ar"
+    ]
+    reference = {t.name: t.answers[Cell("teacher", "ar", {}).key] for t in tasks} if "teacher" in baselines else None
+    levels = effort.calibrate(candidates, reference, settings["max_loss"], seed)
+    results = {
+        "schema": 1,
+        "version": VERSION,
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "teacher": {"model": teacher},
+        "students": dict(facts),
+        "settings": settings,
+        "tasks": [
+            {"name": t.name, "version": t.version, "n": len(t.items), "prompt_hash": t.prompt_hash} for t in tasks
+        ],
+        "verdicts": verdict.headline(found, levels["levels"]),
+        "rows": found,
+        "speed": {t.name: _speed_facts(t.speed) for t in tasks if t.speed},
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "not_measured": _left_out(facts, baselines),
+    }
+    return results, levels
+
+
+def _left_out(facts: Mapping[str, dict], baselines: Sequence[str]) -> list[dict]:
+    out = [
+        ("AR model tuned on the same generated tokens", "no such model was trained in this run"),
+        ("Teacher with assisted generation (prompt lookup)", "not among the systems of this evaluation"),
+        ("Speed at larger batches", "speed was measured at batch 1 only, so where AR decoding wins in batches is not known"),
+        ("Spread between training runs", "one training seed"),
+    ]
+    if "teacher" not in baselines:
+        out.append(("The teacher", "not among eval.baselines"))
+    if "undistilled" not in facts:
+        out.append(("Undistilled student", "the recipe has no distill stage, so the student is the undistilled one"))
+    elif "undistilled" not in baselines:
+        out.append(("Undistilled student", "not among eval.baselines"))
+    return [{"what": what, "why": why} for what, why in out]
+
+
+def _answer(task: Task, cell: Cell, models: Models, limit: int, batch_size: int) -> Answers:
+    """Decode a task's prompts with one cell, in batches, and score the answers."""
+    prompts = models.prompts(cell.system, task.items)
+    model, tokenizer = models.get(cell.system)
+    eos = chat.eos_ids(model, tokenizer)
+    references = [item.reference for item in task.items]
+    label = f"{task.name}: {cell.system} {verdict.setting_name(cell.sampler, cell.settings)}"
+
+    if cell.system == "teacher":
+        from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
+
+        prefix = prefill_prefix(model, shared_prefix(prompts))
+
+        def answer(batch: list[int]) -> list:
+            chosen = [prompts[i] for i in batch]
+            return generate(model, chosen, max_new_tokens=limit, eos_ids=eos, prefix=prefix, batch_size=len(batch))
+
+        finish = quality.from_teacher
+    else:
+
+        def answer(batch: list[int]) -> list:
+            chosen = [prompts[i] for i in batch]
+            return decode(model, chosen, sampler=cell.sampler, max_new_tokens=limit, eos_token_ids=eos, **cell.settings)
+
+        finish = quality.from_decoded
+
+    with progress(label, len(prompts), "prompts") as shown:
+
+        def after_batch(count: int, results: list) -> None:
+            shown.advance(count, f"{sum(len(r.ids) for r in results) / count:.0f} tokens an answer")
+            signals.raise_if_stopped(STOPPED)
+
+        done = quality.decode_in_batches(len(prompts), [len(p) for p in prompts], batch_size, answer, after_batch)
+    return finish(done, tokenizer, references, task.score)
+
+
+def _time(task: Task, cells: Sequence[Cell], models: Models, limit: int, count: int) -> Speed:
+    """Time every AR baseline and every student setting on `count` prompts spread over the task."""
+    from fewstep.teachers.generate import shared_prefix
+
+    places = sorted({int(i) for i in np.linspace(0, len(task.items) - 1, count)})
+    items = [task.items[i] for i in places]
+    ar = [cell for cell in cells if cell.sampler == "ar"]
+    contestants: list[Contestant] = []
+    ways: list[dict] = []
+    for cell in ar:
+        prompts = models.prompts(cell.system, items)
+        model, tokenizer = models.get(cell.system)
+        eos = chat.eos_ids(model, tokenizer)
+        # Only the teacher has turns of its own before every message; a student's prompt is all its own.
+        prefix = shared_prefix(prompts) if cell.system == "teacher" else []
+        tried = speed.ar_ways(cell.key, model, prompts, max_new_tokens=limit, eos=eos, prefix=prefix)
+        best, rates = speed.fastest(tried, len(places))
+        contestants.append(best)
+        ways += [{"system": cell.system, "implementation": k, "tokens_per_s": v} for k, v in rates.items()]
+    prompts = models.prompts("student", items)
+    model, tokenizer = models.get("student")
+    for cell in cells:
+        if cell.system == "student" and cell.sampler != "ar":
+            eos = chat.eos_ids(model, tokenizer)
+            contestants.append(speed.own_loop(cell.key, model, prompts, cell.sampler, limit, eos, cell.settings))
+    with progress(f"{task.name}: speed at batch 1", len(places), "prompts") as shown:
+        timings = speed.time_alternating(contestants, len(places), after_prompt=lambda: shown.advance(1))
+    baseline = max((cell.key for cell in ar), key=lambda k: speed.rate(timings[k]), default=None)
+    if baseline is None:
+        raise UserError("eval.baselines is empty and the student has no AR stream: nothing to compare speed with; add teacher")
+    names = {c.key: c.implementation for c in contestants}
+    return Speed(places, timings, names, baseline, ways, min(speed.PILOT, len(places)))
+
+
+def _timed(found: Speed | None, key: str) -> rows.Timed | None:
+    if found is None or key not in found.timings:
+        return None
+    return rows.Timed(found.timings[key], found.timings[found.baseline], found.implementations[key], key == found.baseline)
+
+
+def _speed_facts(found: Speed) -> dict:
+    system = found.baseline.split(" ", 1)[0]
+    baseline = {"system": system, "implementation": found.implementations[found.baseline]}
+    return {"n": len(found.prompts), "pilot_prompts": found.pilot_prompts, "ways": found.ways, "baseline": baseline}
+
+
+def _write_samples(path: Path, tasks: Sequence[Task], cells: Sequence[Cell], models: Models) -> None:
+    """Write every answer, one row group a cell, so that the file is whole or absent."""
+    _, tokenizer = models.get("student")
+    strings: dict[int, str] = {}
+    temporary = path.with_name(f"{runstore.TEMPORARY}{path.name}")
+    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
+        for task in tasks:
+            for cell in cells:
+                found = task.answers[cell.key]
+                for token in {t for ids in found.ids for t in ids if t not in strings}:
+                    strings[token] = tokenizer.decode([token])
+                writer.write_table(pa.table(_columns(task, cell, found, strings), schema=SCHEMA))
+    temporary.replace(path)
+
+
+def _columns(task: Task, cell: Cell, found: Answers, strings: Mapping[int, str]) -> dict:
+    n = len(found.ids)
+    return {
+        "task": [task.name] * n,
+        "prompt_index": list(range(n)),
+        "prompt": [item.messages[-1]["content"] for item in task.items],
+        "reference": [json.dumps(item.reference, ensure_ascii=False) for item in task.items],
+        "system": [cell.system] * n,
+        "sampler": [cell.sampler] * n,
+        "settings": [settings_key(cell.settings)] * n,
+        "text": found.texts,
+        "ids": found.ids,
+        "tokens": [[strings[t] for t in ids] for ids in found.ids],
+        "steps": found.steps,
+        "confidence": found.confidence,
+        "score": found.scores,
+        "nfe": found.nfe,
+        "finish_reason": found.finish_reason,
+    }
+
+
+def _kept(path: Path, measure: Any, read: Any) -> Any:
+    """Return what `path` keeps from an earlier run, else measure it and keep it."""
+    if path.is_file():
+        return read(json.loads(path.read_text()))
+    content = measure()
+    runstore.write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False))
+    return read(content)
+
+
+def _student_facts(path: Path) -> dict:
+    return json.loads((Path(path) / "config.json").read_text()).get("fewstep") or {}
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(runstore.canonical_json(list(parts)).encode()).hexdigest()[:12]
+
+
+def _json(content: dict) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,82 @@
+"""`model.generate(…, custom_generate=…)`: few-step decoding for anyone with only transformers.
+
+    model.generate(input_ids, custom_generate=folder, trust_remote_code=True, threshold=0.9)
+"""
+
+import torch
+
+from .decode import decode
+from .gated import load_adapter
+
+
+def generate(
+    model,
+    inputs=None,
+    generation_config=None,
+    *,
+    input_ids=None,
+    attention_mask=None,
+    max_new_tokens: int | None = None,
+    eos_token_id=None,
+    pad_token_id: int | None = None,
+    sampler: str | None = None,
+    block_size: int | None = None,
+    threshold: float | None = None,
+    steps: int | None = None,
+    **others,
+) -> torch.LongTensor:
+    """Answer a batch of prompts in few steps; like `model.generate`, prompts come first in each row.
+
+    Args:
+        model: the student, as `AutoModelForCausalLM` loaded it.
+        inputs, input_ids: [B, L] int64 prompt ids, padded on either side where `attention_mask` is 0.
+        generation_config: read for max_new_tokens, eos_token_id and pad_token_id.
+        sampler: `threshold` (default), `fixed`, `verify` (the AR model's own text) or `ar`.
+        block_size, threshold, steps: the sampler's settings; see `decode`.
+
+    Returns:
+        [B, L + T] int64: prompts, then answers, padded on the right.
+
+    Raises:
+        ValueError: for an argument that this decoding does not know, so that no setting is ignored.
+    """
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False)
+    if unknown:
+        raise ValueError(f"few-step decoding does not take {', '.join(unknown)}; leave it out")
+    prompts = input_ids if input_ids is not None else inputs
+    if prompts is None:
+        raise ValueError("few-step decoding needs input_ids")
+    config = generation_config or model.generation_config
+    if max_new_tokens is None:
+        max_new_tokens = config.max_new_tokens or max(1, (config.max_length or 20) - prompts.shape[1])
+    eos = eos_token_id if eos_token_id is not None else config.eos_token_id
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    pad = pad_token_id if pad_token_id is not None else config.pad_token_id
+    pad = pad if pad is not None else (eos[0] if eos else 0)
+    keep = attention_mask.bool() if attention_mask is not None else torch.ones_like(prompts, dtype=torch.bool)
+    if (getattr(model.config, "fewstep", None) or {}).get("adapter") == "gated":
+        _load_hub_adapter(model)
+    model.eval()
+    answers = decode(
+        model,
+        [row[k].tolist() for row, k in zip(prompts, keep)],
+        sampler=sampler or "threshold",
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos,
+        block_size=block_size,
+        threshold=threshold,
+        steps=steps,
+    )
+    longest = max(len(a.ids) for a in answers)
+    tail = torch.tensor([a.ids + [pad] * (longest - len(a.ids)) for a in answers], device=prompts.device)
+    return torch.cat([prompts, tail.to(prompts.dtype)], dim=1)
+
+
+def _load_hub_adapter(model) -> None:
+    """Apply `fewstep_adapter/` from the folder or Hub repository that the model came from."""
+    from pathlib import Path
+
+    from transformers.utils import cached_file
+
+    files = [cached_file(model.name_or_path, f"fewstep_adapter/{f}") for f in ("adapter.json", "adapter.safetensors")]
+    load_adapter(model, Path(files[0]).parent)

@@ -1,0 +1,49 @@
+"""What decoding remembers of one row, and how a row comes to its end."""
+
+import time
+
+
+class Row:
+    """One prompt being answered.
+
+    `length` counts the tokens in the cache; `pending` are decided tokens that are not there yet;
+    `ids` are the generated tokens so far.
+    """
+
+    def __init__(self, index: int, prompt: list[int], budget: int, eos: frozenset[int], started: float):
+        self.index, self.budget, self.eos, self.started = index, budget, eos, started
+        self.length, self.pending = 0, list(prompt)
+        self.ids: list[int] = []
+        self.steps: list[int] = []
+        self.confidence: list[float] = []
+        self.nfe = self.positions = 0
+        self.first_token_s: float | None = None
+        self.finish_reason: str | None = None
+
+    @property
+    def remaining(self) -> int:
+        return self.budget - len(self.ids)
+
+    def count(self, num_positions: int) -> None:
+        """Count one forward that computed `num_positions` of this row; a prompt's own are left out."""
+        self.positions += num_positions if self.nfe else num_positions - len(self.pending)
+        self.nfe += 1
+
+    def saw_token(self) -> None:
+        """Note the time at which the first token of the contiguous prefix was decided."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.started
+
+    def extend(self, ids: list[int], steps: list[int], confidence: list[float]) -> bool:
+        """Append decided tokens up to the first EOS or the budget; return whether the row is finished."""
+        for token, step, c in zip(ids, steps, confidence):
+            self.ids.append(token)
+            self.steps.append(step)
+            self.confidence.append(c)
+            if token in self.eos:
+                self.finish_reason = "stop"
+                return True
+            if not self.remaining:
+                self.finish_reason = "length"
+                return True
+        return False

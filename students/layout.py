@@ -1,0 +1,219 @@
+"""The training layout `[clean | noisy_1 | … | noisy_M]`: every block of a response in one forward.
+
+Shapes: B rows, C clean and N noisy positions a copy, M copies, Q = C + M·N, R supervised rows, K top-k.
+
+Source: block diffusion with a shared clean stream (BD3-LM; Efficient-DLM's context-causal variant).
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from fewstep.students.decoding.masks import layer_masks
+
+CLEAN = -1
+
+
+@dataclass
+class Example:
+    """One response with its masks drawn.
+
+    prompt, response: token ids; the response ends with EOS where `finished`.
+    noisy: [n] response tokens, filled with EOS to the end of the last block where `finished`.
+    block: [n] block of each position, counted from 0; blocks never reach into the prompt.
+    masks: [M, n] bool, which positions of each copy are masked; at least one a block.
+    topk_ids, topk_logprobs: [len(response), K] or None; tail_mass: [len(response)].
+    """
+
+    prompt: np.ndarray
+    response: np.ndarray
+    noisy: np.ndarray
+    block: np.ndarray
+    masks: np.ndarray
+    topk_ids: np.ndarray | None = None
+    topk_logprobs: np.ndarray | None = None
+    tail_mass: np.ndarray | None = None
+
+
+@dataclass
+class Batch:
+    """A padded batch: what the body reads, and which rows of it are supervised.
+
+    ids, pos, seg, block, start: [B, Q] int64; seg is CLEAN or the copy; start is where the block begins.
+    valid: [B, Q] bool. num_noisy: M·N, the gate of gated adapters.
+    rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
+    clean [R] bool (an AR row) and eligible [R] bool (no visible token right of it in its block);
+    level [R] f32, the masked share of its block; topk_ids [R, K], topk_logprobs [R, K] f32 (natural
+    log), tail_mass [R] f32, with has_teacher [R] bool.
+    """
+
+    ids: torch.Tensor
+    pos: torch.Tensor
+    seg: torch.Tensor
+    block: torch.Tensor
+    start: torch.Tensor
+    valid: torch.Tensor
+    num_noisy: int
+    rows: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor
+    clean: torch.Tensor
+    eligible: torch.Tensor
+    level: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_logprobs: torch.Tensor
+    tail_mass: torch.Tensor
+    has_teacher: torch.Tensor
+
+    def to(self, device) -> "Batch":
+        """Move every tensor."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in moved.items()})
+
+
+def block_index(length: int, block_size: int, first: int) -> np.ndarray:
+    """Return the block [length] of each response position; the first block has `first` positions."""
+    return (np.arange(length) + block_size - first) // block_size
+
+
+def filled_length(length: int, block_size: int, first: int) -> int:
+    """Return the length at which the last block that `length` tokens reach is full."""
+    if length <= first:
+        return first
+    return first + -(-(length - first) // block_size) * block_size
+
+
+def build_batch(
+    examples: list[Example], mask_token_id: int, attention: str, fill_weight: float, num_topk: int = 0
+) -> Batch:
+    """Lay out examples side by side.
+
+    Args:
+        mask_token_id: written where `masks` is true.
+        attention: `block`, `block_causal_inside` or `bidirectional` (then the clean stream is the
+            prompt alone, or the answer would leak).
+        fill_weight: loss weight of positions after the first EOS.
+        num_topk: K; 0 leaves the teacher's distributions out.
+    """
+    with_response = attention != "bidirectional"
+    B, M = len(examples), examples[0].masks.shape[0]
+    C = max(len(e.prompt) + (len(e.response) if with_response else 0) for e in examples)
+    N = max(len(e.noisy) for e in examples)
+    Q = C + M * N
+    ids, pos, block, start = (np.zeros((B, Q), np.int64) for _ in range(4))
+    seg = np.full((B, Q), CLEAN, np.int64)
+    valid = np.zeros((B, Q), bool)
+    out: dict[str, list[np.ndarray]] = {k: [] for k in ("rows", "labels", "weight", "clean", "eligible", "level")}
+    teacher: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "logprobs", "tail", "has")}
+    for b, e in enumerate(examples):
+        P, L, n = len(e.prompt), len(e.response), len(e.noisy)
+        clean = np.concatenate([e.prompt, e.response]) if with_response else e.prompt
+        ids[b, : len(clean)], valid[b, : len(clean)] = clean, True
+        pos[b, : len(clean)] = np.arange(len(clean))
+        if with_response:  # AR rows: the position before each response token
+            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), True, np.zeros(L, bool), np.zeros(L))
+            _teach(teacher, e, np.full(L, L), num_topk)
+        begins = np.searchsorted(e.block, e.block)  # first position of each position's block
+        weight = np.where(np.arange(n) < L, 1.0, fill_weight)
+        sizes = np.bincount(e.block)
+        for m in range(M):
+            at = C + m * N
+            masked = e.masks[m]
+            ids[b, at : at + n] = np.where(masked, mask_token_id, e.noisy)
+            pos[b, at : at + n] = P + np.arange(n)
+            seg[b, at : at + n], valid[b, at : at + n] = m, True
+            block[b, at : at + n], start[b, at : at + n] = e.block, P + begins
+            where = np.flatnonzero(masked)
+            share = np.bincount(e.block, weights=masked) / sizes
+            visible_right = _visible_right(masked, e.block)
+            eligible = ~visible_right[where] & (where < L)
+            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], False, eligible, share[e.block[where]])
+            _teach(teacher, e, where, num_topk)
+    return Batch(
+        ids=torch.from_numpy(ids),
+        pos=torch.from_numpy(pos),
+        seg=torch.from_numpy(seg),
+        block=torch.from_numpy(block),
+        start=torch.from_numpy(start),
+        valid=torch.from_numpy(valid),
+        num_noisy=M * N,
+        rows=_cat(out["rows"], torch.int64),
+        labels=_cat(out["labels"], torch.int64),
+        weight=_cat(out["weight"], torch.float32),
+        clean=_cat(out["clean"], torch.bool),
+        eligible=_cat(out["eligible"], torch.bool),
+        level=_cat(out["level"], torch.float32),
+        topk_ids=_cat(teacher["ids"], torch.int64),
+        topk_logprobs=_cat(teacher["logprobs"], torch.float32),
+        tail_mass=_cat(teacher["tail"], torch.float32),
+        has_teacher=_cat(teacher["has"], torch.bool),
+    )
+
+
+def allowed(batch: Batch, attention: str) -> torch.Tensor:
+    """Return who may see whom, [B, Q, Q] bool (query, key); a padded query sees itself alone.
+
+    Source: the predicate in the project's specification, §1: clean sees clean causally; noisy sees
+    its own block of its own copy, and the clean stream before that block.
+    """
+    q = lambda t: t[:, :, None]  # noqa: E731
+    k = lambda t: t[:, None, :]  # noqa: E731
+    clean = batch.seg == CLEAN
+    if attention == "bidirectional":
+        allow = (q(batch.seg) == k(batch.seg)) | k(clean) | q(clean) & (k(batch.seg) == 0)
+    else:
+        own = (q(batch.seg) == k(batch.seg)) & (q(batch.block) == k(batch.block)) & ~q(clean)
+        if attention == "block_causal_inside":
+            own &= k(batch.pos) <= q(batch.pos)
+        # one comparison serves both kinds of query: clean ones see up to themselves, noisy ones their prefix
+        reach = torch.where(clean, batch.pos + 1, batch.start)
+        allow = own | k(clean) & (k(batch.pos) < q(reach))
+    allow = allow & k(batch.valid) & q(batch.valid)
+    return allow | torch.eye(batch.ids.shape[1], dtype=torch.bool, device=allow.device) & ~q(batch.valid)
+
+
+def body_hidden(model, batch: Batch, attention: str) -> torch.Tensor:
+    """Run the model's body, without its head, over a batch.
+
+    Returns:
+        [B·Q, D] hidden states after the final norm.
+    """
+    gate = getattr(model, "fewstep_gate", None)
+    if gate is not None:
+        gate.num_noisy = batch.num_noisy
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    masks = layer_masks(model.config.get_text_config(), allowed(batch, attention), batch.pos, batch.pos, dtype)
+    out = model.base_model(input_ids=batch.ids, attention_mask=masks, position_ids=batch.pos, use_cache=False)
+    return out.last_hidden_state.flatten(0, 1)
+
+
+def _visible_right(masked: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Return, for each position, whether a later position of its block is visible."""
+    out = np.zeros(len(masked), bool)
+    for i in range(len(masked) - 2, -1, -1):
+        out[i] = block[i + 1] == block[i] and (out[i + 1] or not masked[i + 1])
+    return out
+
+
+def _supervise(out, rows, labels, weight, clean, eligible, level) -> None:
+    values = (rows, labels, weight, np.full(len(rows), clean), eligible, level)
+    for key, value in zip(("rows", "labels", "weight", "clean", "eligible", "level"), values):
+        out[key].append(np.asarray(value))
+
+
+def _teach(teacher, e: Example, where: np.ndarray, K: int) -> None:
+    """Append the teacher's top-K at response positions `where`; positions past the response have none."""
+    has = (where < len(e.response)) & (K > 0)
+    if K and e.topk_ids is None:
+        raise ValueError("kd needs the teacher's log-probabilities: set targets.top_logprobs above 0")
+    at = np.minimum(where, len(e.response) - 1)
+    some = K > 0
+    teacher["ids"].append(e.topk_ids[at, :K] if some else np.zeros((len(where), 0)))
+    teacher["logprobs"].append(e.topk_logprobs[at, :K] if some else np.zeros((len(where), 0)))
+    teacher["tail"].append(e.tail_mass[at] if some else np.zeros(len(where)))
+    teacher["has"].append(has)
+
+
+def _cat(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype)

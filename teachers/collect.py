@@ -1,0 +1,294 @@
+"""Stage `targets`: the teacher answers the prompts; answers worth learning from become Parquet shards.
+
+Each shard stands on its own (`shards/NNNNN.parquet`, with what was dropped and scored beside it in
+`NNNNN.json`), so a run that was stopped goes on with the first shard that is missing.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fewstep import checkers, signals
+from fewstep.chat import encode_prompt, eos_ids
+from fewstep.errors import RunFailed, UserError
+from fewstep.progress import progress
+from fewstep.records import write_shard
+from fewstep.runstore import TEMPORARY, require_disk, write_atomic
+from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
+from fewstep.teachers.generate import Generation, Prefix, generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers.load import SAVED, describe, kind_of, load_for_stage, load_tokenizer
+from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts, split
+
+VERSION = 1  # raise it when the same inputs give other shards
+
+
+@dataclass
+class Work:
+    """Everything that is known before the first answer."""
+
+    prompts: list[Prompt]
+    student_ids: list[list[int]]  # what the student will see
+    teacher_ids: list[list[int]]  # the same behind the system prompt and the examples
+    rules: Filter
+
+
+def run(folder: Path, teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfig, seed: int) -> dict:
+    """Write the targets of one recipe into `folder`, or those that are missing there.
+
+    Args:
+        folder: the stage's own folder, which exists and is locked.
+        seed: of the noise, when answers are drawn.
+
+    Returns:
+        The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length.
+
+    Raises:
+        UserError: the prompts, the filter or the teacher are not usable; nothing was generated.
+        RunFailed: the teacher fails its own task, or every answer was dropped.
+        Stopped: a signal came; finished shards stay.
+    """
+    folder = Path(folder)
+    for stale in folder.glob(f"{TEMPORARY}*-{SAVED}"):
+        shutil.rmtree(stale)
+    (folder / "shards").mkdir(exist_ok=True)
+    saved = folder / SAVED
+    info = describe(teacher.model, teacher.revision)
+    tokenizer = load_tokenizer(str(saved)) if saved.is_dir() else load_tokenizer(teacher.model, teacher.revision)
+    work = prepare(tokenizer, info, prompts, targets)
+
+    starts = range(0, len(work.prompts), targets.shard_size)
+    missing = [i for i in range(len(starts)) if not (_shard(folder, i).exists() and _shard(folder, i).with_suffix(".json").exists())]
+    converts = kind_of(teacher.model) == "gguf" and not saved.is_dir()
+    _require_disk(folder, info, targets, len(missing) * targets.shard_size, converts)
+    if missing or converts:
+        model, tokenizer = load_for_stage(teacher, folder)
+        if converts:
+            _save_plain(folder, model, tokenizer)
+            model, tokenizer = load_for_stage(teacher, folder)  # from now on what a resumed run would use
+        _check_ids(work, model, teacher.model)
+        _collect(folder, model, tokenizer, work, teacher.model, prompts, targets, seed, missing)
+    return _finish(folder, work, teacher.model, prompts, targets, len(starts))
+
+
+def prepare(tokenizer: Any, info: dict, prompts: PromptsConfig, targets: TargetsConfig) -> Work:
+    """Read and encode the prompts and check every rule that needs no model.
+
+    Args:
+        tokenizer: the teacher's.
+        info: what `load.describe` says of the teacher.
+
+    Raises:
+        UserError: a broken file, a rule that cannot be applied, or a prompt that does not fit into the context.
+    """
+    rules = make_filter(prompts, targets)
+    rows = read_prompts(prompts)
+    check_references(prompts.checker, rows, prompts.path)
+    student_ids = [encode_prompt(tokenizer, row.messages) for row in rows]
+    teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets)
+    limit = info["context_length"]
+    if limit is not None:
+        long = [i for i, ids in enumerate(teacher_ids) if len(ids) + targets.max_new_tokens > limit]
+        if long:
+            first = long[0]
+            more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
+            raise UserError(
+                f"{prompts.path}, line {rows[first].line}: its prompt has {len(teacher_ids[first])} tokens{more}; with "
+                f"targets.max_new_tokens {targets.max_new_tokens} the teacher's context of {limit} is exceeded; shorten one of them"
+            )
+    return Work(rows, student_ids, teacher_ids, rules)
+
+
+def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
+    """Return the ids that the teacher sees: `targets.system_prompt` and `targets.few_shot` before each conversation.
+
+    A system message of the conversation's own comes after the recipe's, in one message.
+    """
+    examples = read_few_shot(targets.few_shot)
+    out = []
+    for messages in messages_list:
+        own = [m["content"] for m in messages if m["role"] == "system"]
+        system = [targets.system_prompt, *own] if targets.system_prompt else own
+        head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+        out.append(encode_prompt(tokenizer, head + examples + [m for m in messages if m["role"] != "system"]))
+    return out
+
+
+def _collect(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    work: Work,
+    name: str,
+    prompts: PromptsConfig,
+    targets: TargetsConfig,
+    seed: int,
+    missing: list[int],
+) -> None:
+    stops = eos_ids(model, tokenizer)
+    if not stops:
+        raise UserError(f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there")
+    # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
+    prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
+    shards = {i: range(i * targets.shard_size, min((i + 1) * targets.shard_size, len(work.prompts))) for i in missing}
+    with progress("targets", sum(map(len, shards.values())), "prompts") as bar:
+        start, tokens = time.monotonic(), 0
+
+        def on_batch(num_prompts: int, num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.advance(num_prompts, note=f"{tokens / max(time.monotonic() - start, 1e-9):,.1f} tokens/s")
+            signals.raise_if_stopped(f"targets stopped; finished shards are kept in {folder}")
+
+        for i, rows in shards.items():
+            answers = _answer(model, work, rows, stops, prefix, targets, seed, on_batch)
+            _write(folder, i, tokenizer, work, rows, answers, prompts)
+            _stop_hopeless(folder, i, name, prompts, targets)
+
+
+def _answer(
+    model: Any, work: Work, rows: range, stops: list[int], prefix: Prefix, targets: TargetsConfig, seed: int, on_batch: Any
+) -> list[Generation]:
+    return generate(
+        model,
+        [work.teacher_ids[i] for i in rows],
+        max_new_tokens=targets.max_new_tokens,
+        eos_ids=stops,
+        prefix=prefix,
+        temperature=targets.temperature,
+        seeds=[row_seed(seed, work.prompts[i].id) for i in rows],
+        top_logprobs=targets.top_logprobs,
+        batch_size=targets.batch_size,
+        on_batch=on_batch,
+    )
+
+
+def _write(folder: Path, shard: int, tokenizer: Any, work: Work, rows: range, answers: list[Generation], prompts: PromptsConfig) -> None:
+    """Filter and score one shard's answers; its notes land first, so that a shard is never without them."""
+    records, dropped, scores = [], [], []
+    for i, answer in zip(rows, answers):
+        prompt = work.prompts[i]
+        text = tokenizer.decode(answer.ids, skip_special_tokens=True)
+        score = None if prompts.checker is None else checkers.score(prompts.checker, text, prompt.reference)
+        if score is not None:
+            scores.append(score)
+        reason = drop_reason(work.rules, text, answer.finish_reason, score)
+        if reason is not None:
+            dropped.append({"sample_id": prompt.id, "reason": reason, "text": text[:400]})
+            continue
+        records.append(
+            {
+                "sample_id": prompt.id,
+                "prompt_ids": work.student_ids[i],
+                "response_ids": answer.ids,
+                "finish_reason": answer.finish_reason,
+                "topk_ids": answer.topk_ids,
+                "topk_logprobs": answer.topk_logprobs,
+                "tail_mass": answer.tail_mass,
+                "text": text,
+                "reference": "" if prompt.reference is None else json.dumps(prompt.reference),
+                "split": split(prompt.id, prompts.held_out),
+            }
+        )
+    notes = {
+        "prompts": len(rows),
+        "generated_tokens": sum(len(a.ids) for a in answers),
+        "kept": dict(Counter(r["split"] for r in records)),
+        "kept_tokens": sum(len(r["response_ids"]) for r in records),
+        "score": sum(scores),
+        "scored": len(scores),
+        "dropped": dropped,
+    }
+    write_atomic(_shard(folder, shard).with_suffix(".json"), json.dumps(notes, indent=1))
+    write_shard(_shard(folder, shard), records)
+
+
+def _finish(folder: Path, work: Work, name: str, prompts: PromptsConfig, targets: TargetsConfig, num_shards: int) -> dict:
+    """Add up the shards' notes, write drops.json, and refuse targets that nothing can be learned from."""
+    notes = [_notes(folder, i) for i in range(num_shards)]
+    dropped = [row for note in notes for row in note["dropped"]]
+    reasons = dict(Counter(row["reason"] for row in dropped).most_common())
+    write_atomic(folder / "drops.json", json.dumps({"counts": reasons, "rows": dropped}, indent=1))
+    kept = Counter()
+    for note in notes:
+        kept.update(note["kept"])
+    scored = sum(note["scored"] for note in notes)
+    score = sum(note["score"] for note in notes) / scored if scored else None
+    if score is not None and score < targets.min_score:
+        raise RunFailed(_fails(name, score, scored, prompts, targets))
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    if not kept:
+        raise RunFailed(f"teacher {name}: all {len(dropped)} answers were dropped ({counts}; see {folder / 'drops.json'}); change targets.keep, targets.max_new_tokens or the teacher's prompt")
+    if not kept["train"]:
+        raise RunFailed(f"teacher {name}: no answer is left to train on ({kept['held_out']} held out; dropped: {counts or 'none'}); lower prompts.held_out or add prompts")
+    tokens = sum(note["kept_tokens"] for note in notes)
+    return {
+        "prompts": len(work.prompts),
+        "kept": kept.total(),
+        "train": kept["train"],
+        "held_out": kept["held_out"],
+        "dropped": reasons,
+        "checker": prompts.checker,
+        "teacher_score": score,
+        "teacher_score_n": scored,
+        "tokens": tokens,
+        "generated_tokens": sum(note["generated_tokens"] for note in notes),
+        "mean_length": tokens / kept.total(),
+        "shared_prefix_tokens": len(shared_prefix(work.teacher_ids)),
+        "shards": num_shards,
+    }
+
+
+def _stop_hopeless(folder: Path, shard: int, name: str, prompts: PromptsConfig, targets: TargetsConfig) -> None:
+    """Fail now, not after hours, when not one answer so far is right and `min_score` makes that all but impossible."""
+    notes = [_notes(folder, i) for i in range(shard + 1)]
+    scored = sum(note["scored"] for note in notes)
+    if scored and sum(note["score"] for note in notes) == 0 and (1 - targets.min_score) ** scored < 1e-3:
+        raise RunFailed(_fails(name, 0.0, scored, prompts, targets))
+
+
+def _fails(name: str, score: float, scored: int, prompts: PromptsConfig, targets: TargetsConfig) -> str:
+    return (
+        f"teacher {name} scores {score:.3f} on its own task (checker {prompts.checker}, {scored} answers), below targets.min_score "
+        f"{targets.min_score}; show it examples with targets.few_shot or choose another teacher"
+    )
+
+
+def _check_ids(work: Work, model: Any, name: str) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(max(ids) for ids in work.teacher_ids)
+    if highest >= rows:
+        raise UserError(f"teacher.model {name}: its tokenizer gives id {highest}, its embedding has {rows} rows; give a checkpoint whose tokenizer fits")
+
+
+def _require_disk(folder: Path, info: dict, targets: TargetsConfig, num_prompts: int, converts: bool) -> None:
+    shards = num_prompts * targets.max_new_tokens * (16 + 8 * targets.top_logprobs)
+    plain = 4 * (info["num_parameters"] or 0) if converts else 0
+    require_disk(folder, shards + plain, "targets")
+
+
+def _save_plain(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Save a dequantised teacher as an ordinary checkpoint that is either whole or absent."""
+    temporary = folder / f"{TEMPORARY}{os.getpid()}-{SAVED}"
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    for path in [*temporary.iterdir(), temporary]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    os.rename(temporary, folder / SAVED)
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / "shards" / f"{number:05d}.parquet"
+
+
+def _notes(folder: Path, number: int) -> dict:
+    return json.loads(_shard(folder, number).with_suffix(".json").read_text())

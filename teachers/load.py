@@ -1,0 +1,77 @@
+"""Find a teacher's kind by its name, and load, describe or fingerprint it."""
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fewstep.errors import UserError
+from fewstep.teachers.config import TeacherConfig
+
+SAVED = "teacher"  # the folder, inside that of targets, with the plain weights of a teacher that came as GGUF
+
+
+def kind_of(model: str) -> str:
+    """Return the file of this room that loads `model`: "hf" or "gguf".
+
+    Raises:
+        UserError: it is empty, or an endpoint.
+    """
+    if not model.strip():
+        raise UserError("teacher.model is empty; give a folder, a .gguf file, package://module/file.gguf or a Hub id")
+    if model.startswith(("http://", "https://")):
+        raise UserError(f"teacher.model {model}: an endpoint has no weights to start a student from; give a folder, a .gguf file or a Hub id")
+    return "gguf" if model.startswith("package://") or model.lower().endswith(".gguf") else "hf"
+
+
+def _module(model: str) -> ModuleType:
+    return import_module(f"fewstep.teachers.{kind_of(model)}")
+
+
+def load_teacher(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return (model, tokenizer), the model in eval mode and on the GPU where there is one.
+
+    Args:
+        model: a folder, a .gguf file, package://module/file.gguf, or a Hub id.
+        revision: a Hub commit, branch or tag; ignored for local files.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, bfloat16 on a GPU.
+
+    Raises:
+        UserError: it cannot be loaded or is no decoder-only LM.
+    """
+    return _module(model).load(model, revision, dtype)
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """Return the teacher's tokenizer without its weights.
+
+    Raises:
+        UserError: there is none, or it cannot be rebuilt.
+    """
+    return _module(model).load_tokenizer(model, revision)
+
+
+def teacher_fingerprint(model: str, revision: str | None = None) -> str:
+    """Return what names the teacher's content (a hash, or a Hub commit), without loading weights.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    return _module(model).fingerprint(model, revision)
+
+
+def describe(model: str, revision: str | None = None) -> dict:
+    """Return the teacher's shape from its config or header, without loading weights; see `hf.describe`.
+
+    Raises:
+        UserError: nothing is there, or it is no decoder-only LM that transformers has code for.
+    """
+    return _module(model).describe(model, revision)
+
+
+def load_for_stage(teacher: TeacherConfig, targets_folder: Path | str) -> tuple[Any, Any]:
+    """Return (model, tokenizer) for a later stage: the plain weights that targets saved, where it did."""
+    saved = Path(targets_folder) / SAVED
+    if saved.is_dir():
+        return load_teacher(str(saved), None, teacher.dtype)
+    return load_teacher(teacher.model, teacher.revision, teacher.dtype)

@@ -1,0 +1,192 @@
+"""Prompts: rows of a JSONL file, each with a stable id; no torch here, `plan` imports this."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fewstep.errors import UserError
+from fewstep.teachers.config import PromptsConfig, TargetsConfig
+
+ROLES = ("system", "user", "assistant")
+_REPEATED = re.compile(r"([0-9a-f]{16})-\d+")  # an id of our own for a message that came before
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: what is asked and what a right answer is checked against."""
+
+    id: str
+    messages: list[dict]  # dicts of role and content; the last one is the user's
+    reference: Any = None  # any JSON
+    line: int = field(default=0, compare=False)  # 1-based, for messages to the user
+
+
+def read_prompts(config: PromptsConfig) -> list[Prompt]:
+    """Return the prompts of `config.path`, in file order.
+
+    A row is a JSON object. `config.field` holds the user's message, or a list of role/content
+    messages that ends with the user's. `id` (text or integer) and `reference` (any JSON) are optional;
+    without an id a row is named by the hash of its messages.
+
+    Raises:
+        UserError: no such file, no rows, or a row that breaks a rule, by line number.
+    """
+    prompts: list[Prompt] = []
+    lines: dict[str, int] = {}  # id -> line
+    repeats: dict[str, int] = {}
+    for number, row in read_jsonl(config.path, config.limit):
+        where = f"{config.path}, line {number}"
+        if config.field not in row:
+            names = ", ".join(f"`{name}`" for name in list(row)[:6]) or "none"
+            raise UserError(f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message")
+        messages = _messages(row[config.field], where, config.field)
+        prompt_id = _given_id(row, where)
+        if prompt_id is None:
+            prompt_id = _sha256(messages)[:16]
+            repeats[prompt_id] = repeats.get(prompt_id, 0) + 1
+            if repeats[prompt_id] > 1:
+                prompt_id = f"{prompt_id}-{repeats[prompt_id]}"
+        if prompt_id in lines:
+            raise UserError(f"{where}: id {prompt_id!r} was given on line {lines[prompt_id]} already; ids must differ")
+        lines[prompt_id] = number
+        prompts.append(Prompt(prompt_id, messages, row.get("reference"), number))
+    if not prompts:
+        raise UserError(f"{config.path}: holds no prompts; write one JSON object with `{config.field}` per line")
+    return prompts
+
+
+def read_few_shot(path: Path | None) -> list[dict]:
+    """Return the messages of a JSONL file of {user, assistant} turns; none for no file.
+
+    Raises:
+        UserError: no such file, no rows, or a broken row, by line number.
+    """
+    if path is None:
+        return []
+    messages = []
+    for number, row in read_jsonl(path):
+        for role in ("user", "assistant"):
+            where = f"{path}, line {number}"
+            if role not in row:
+                raise UserError(f"{where}: no field `{role}`; each row of targets.few_shot is {{user, assistant}}")
+            messages.append({"role": role, "content": _text(row[role], where, role)})
+    if not messages:
+        raise UserError(f"{path}: holds no turns; write one {{user, assistant}} object per line or remove targets.few_shot")
+    return messages
+
+
+def read_jsonl(path: Path, limit: int | None = None) -> list[tuple[int, dict]]:
+    """Return (line number, object) of each row; a BOM is skipped, and only line feeds end a line.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a UTF-8 JSON object.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        reason = "is a folder" if isinstance(error, IsADirectoryError) else (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be read ({reason}); give a JSONL file, relative to the recipe") from None
+    rows: list[tuple[int, dict]] = []
+    # Bytes are split, not text: str.splitlines would cut a row at U+2028, which JSON allows inside strings.
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if limit is not None and len(rows) >= limit:
+            break
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, line {number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object per line") from None
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: cannot be read as JSON ({error}); write one object per line") from None
+        except RecursionError:
+            raise UserError(f"{path}, line {number}: nested too deeply to be read; write a flat object") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: a {type(row).__name__} where a JSON object is needed; write {{\"field\": value}}")
+        rows.append((number, row))
+    return rows
+
+
+def split(prompt_id: str, held_out: float) -> str:
+    """Return "held_out" for a share `held_out` of all ids and "train" for the others.
+
+    It depends on the id alone, so adding prompts moves none between the two; repeated messages fall together.
+    """
+    own = _REPEATED.fullmatch(prompt_id)
+    digest = hashlib.sha256((own[1] if own else prompt_id).encode()).digest()
+    return "held_out" if int.from_bytes(digest[:8], "big") < held_out * 2**64 else "train"
+
+
+def prompts_fingerprint(prompts: PromptsConfig, targets: TargetsConfig | None = None) -> str:
+    """Return the SHA-256 (hex) of what the prompts say, wherever their files lie.
+
+    With `targets`, the few-shot turns and the JSON schema that it names count too.
+
+    Raises:
+        UserError: as `read_prompts`, `read_few_shot` and `read_schema`.
+    """
+    content: list[Any] = [[p.id, p.messages, p.reference] for p in read_prompts(prompts)]
+    if targets is not None:
+        content = [content, read_few_shot(targets.few_shot), read_schema(targets.keep.json_schema)]
+    return _sha256(content)
+
+
+def read_schema(path: Path | None) -> dict | None:
+    """Return a JSON schema file's object.
+
+    Raises:
+        UserError: the file cannot be read or holds no JSON object.
+    """
+    if path is None:
+        return None
+    try:
+        schema = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"targets.keep.json_schema: {path} cannot be read ({' '.join(str(error).split())}); give a JSON schema file") from None
+    if not isinstance(schema, dict):
+        raise UserError(f"targets.keep.json_schema: {path} holds a {type(schema).__name__}; a JSON schema is an object")
+    return schema
+
+
+def _given_id(row: dict, where: str) -> str | None:
+    value = row.get("id")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise UserError(f"{where}: `id` is {value!r}; it must be text or an integer")
+    return _text(str(value), where, "id")
+
+
+def _messages(value: Any, where: str, name: str) -> list[dict]:
+    if not isinstance(value, list):
+        return [{"role": "user", "content": _text(value, where, name)}]
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise UserError(f"{where}: `{name}` holds {message!r:.80}; each message needs a role ({', '.join(ROLES)}) and a content")
+        messages.append({"role": message["role"], "content": _text(message.get("content"), where, f"{name}.content")})
+    if not messages or messages[-1]["role"] != "user":
+        raise UserError(f"{where}: `{name}` must end with the user's message, which the teacher answers")
+    return messages
+
+
+def _text(value: Any, where: str, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: `{name}` is {value!r:.80}; it must be text")
+    if not value.strip():
+        raise UserError(f"{where}: `{name}` is empty; remove the row or write the text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{where}: `{name}` holds half of a surrogate pair; remove it or write the whole character") from None
+    return value
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

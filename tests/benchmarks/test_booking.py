@@ -1,0 +1,110 @@
+"""The booking generator and the data shipped from it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fewstep import checkers
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks/lab/booking.py"
+SHIPPED = ROOT / "recipes/booking"
+
+_spec = importlib.util.spec_from_file_location("lab_booking", SCRIPT)
+booking = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(booking)
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (SHIPPED / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_booking_rows_are_a_function_of_split_and_seed():
+    assert booking.rows("train", 50, 3) == booking.rows("train", 50, 3)
+    assert booking.rows("train", 50, 3) != booking.rows("train", 50, 4)
+    assert booking.rows("train", 80, 3)[:50] == booking.rows("train", 50, 3)
+
+
+def test_booking_seed_is_independent_of_the_global_generator():
+    import random
+
+    random.seed(0)
+    first = booking.rows("eval", 20, 0)
+    random.seed(1)
+    assert booking.rows("eval", 20, 0) == first
+
+
+def test_booking_messages_are_distinct_over_a_long_draw():
+    messages = [row["instruction"] for row in booking.rows("train", 5000, 0)]
+    assert len(set(messages)) == len(messages)
+
+
+def test_booking_templates_are_split_and_all_used():
+    train = {row["template"] for row in booking.rows("train", 2000, 0)}
+    evaluation = {row["template"] for row in booking.rows("eval", 500, 0)}
+    assert len(train) >= 24 and len(evaluation) >= 6
+    assert train.isdisjoint(evaluation)
+    assert train | evaluation == set(range(len(booking.TEMPLATES)))
+    assert len(set(booking.TEMPLATES)) == len(booking.TEMPLATES)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_booking_reference_can_be_read_off_the_message(split):
+    for row in booking.rows(split, 1000, 5):
+        for key in booking.KEYS:
+            spelled = str(row["reference"][key])
+            # The first letter alone may be raised: a template may start with its service.
+            assert spelled in row["instruction"] or spelled.capitalize() in row["instruction"], (key, row)
+        named = [name for name in booking.CARS if name in row["instruction"]]
+        assert named == [row["reference"]["car"]]
+
+
+def test_booking_every_template_holds_every_field_once():
+    for template in booking.TEMPLATES:
+        for key in ("{name}", "{car}", "{year}", "{day}", "{time}", "service}"):
+            assert template.count(key) == 1, (key, template)
+
+
+def test_booking_response_is_one_line_in_fixed_key_order():
+    row = booking.rows("train", 1, 0)[0]
+    shuffled = dict(reversed(row["reference"].items()))
+    text = booking.response(shuffled)
+    assert list(json.loads(text)) == list(booking.KEYS)
+    assert text == booking.response(row["reference"]) and "\n" not in text and '", "' in text
+    assert checkers.booking(text, row["reference"]) == 1.0
+
+
+def test_booking_command_writes_the_shipped_files(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "800", "--eval", "2400", "--seed", "0"]
+    subprocess.run(command, check=True)
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes()
+
+
+def test_booking_shipped_splits_do_not_overlap():
+    train, evaluation = read("train.jsonl"), read("eval.jsonl")
+    assert (len(train), len(evaluation)) == (800, 2400)
+    messages = [row["instruction"] for row in train + evaluation] + [row["user"] for row in read("few_shot.jsonl")]
+    assert len(set(messages)) == 3203
+    assert {row["template"] for row in train}.isdisjoint(row["template"] for row in evaluation)
+    assert len({row["id"] for row in train + evaluation}) == 3200
+
+
+def test_booking_shipped_references_fit_the_shipped_schema():
+    schema = json.loads((SHIPPED / "schema.json").read_text())
+    for row in read("train.jsonl")[:200] + read("eval.jsonl")[:200]:
+        assert checkers.schema_errors(row["reference"], schema) == []
+    assert checkers.schema_errors({**read("eval.jsonl")[0]["reference"], "year": "2014"}, schema)
+
+
+def test_booking_few_shot_examples_answer_in_the_tasks_format():
+    shots = read("few_shot.jsonl")
+    assert len(shots) == 3
+    for shot in shots:
+        obj = checkers.parse_json_object(shot["assistant"])
+        assert obj is not None and shot["assistant"] == booking.response(obj)
+        assert all(str(value) in shot["user"] for value in obj.values())

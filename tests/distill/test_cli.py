@@ -1,0 +1,157 @@
+"""The command line as a user meets it: quick answers, exit codes, JSON, the starter recipe."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fewstep.distill import answering, cli
+from fewstep.distill.cli import _exit_code
+from fewstep.distill.recipe import load_recipe
+from fewstep.errors import RunFailed, Stopped, UserError
+
+
+def fewstep(*arguments, code="", cwd=None):
+    """Run the command in a process of its own, after the Python lines `code`."""
+    script = f"import sys; sys.argv[0] = 'fewstep'\n{code}\nfrom fewstep.distill.cli import main\nmain()"
+    return subprocess.run([sys.executable, "-c", script, *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_help_answers_within_a_second_and_lists_the_commands():
+    took = []
+    for _ in range(3):  # the best of three: other work on the machine is not ours
+        start = time.monotonic()
+        done = fewstep("--help")
+        took.append(time.monotonic() - start)
+        assert done.returncode == 0
+    commands = ["run", "targets", "adapt", "distill", "eval", "report", "publish", "plan", "init", "doctor", "generate"]
+    assert all(f"  {command} " in done.stdout for command in commands)
+    assert min(took) < 1  # what the command promises; about 0.2 s where nothing else runs
+
+
+def test_module_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "fewstep", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage: fewstep" in done.stdout
+
+
+FAKES = """
+from fewstep.distill import pipeline
+def fake(stage):
+    def run(recipe, folders):
+        (folders[stage] / "out").write_text(stage)
+        return {}
+    return run
+pipeline.RUNNERS.update({stage: fake(stage) for stage in pipeline.RUNNERS})
+pipeline.machine.pin_threads = lambda num: 1
+"""
+
+
+def test_second_run_does_nothing_without_importing_heavy_libraries(recipe_file):
+    first = fewstep("run", str(recipe_file), code=FAKES)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-2].startswith("report: runs/report-")
+    watch = "import atexit; atexit.register(lambda: print([m for m in ('torch', 'transformers', 'deepspeed') if m in sys.modules]))"
+    start = time.monotonic()
+    second = fewstep("run", str(recipe_file), code=watch)  # the true stages: none may start
+    took = time.monotonic() - start
+    assert second.returncode == 0, second.stderr
+    lines = second.stdout.splitlines()
+    assert "nothing to do: every stage of tiny is complete" in lines and lines[-1] == "[]"
+    assert took < 5  # what the command promises; about 0.5 s where nothing else runs
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_signal_ends_a_run_with_its_code_and_one_line(recipe_file, tmp_path, signum, code):
+    waits = f"{FAKES}\nimport time\npipeline.RUNNERS['targets'] = lambda r, f: (print('started', flush=True), time.sleep(60))"
+    script = f"import sys; sys.argv[0] = 'fewstep'\n{waits}\nfrom fewstep.distill.cli import main\nmain()"
+    command = [sys.executable, "-c", script, "run", str(recipe_file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "started" not in process.stdout.readline():
+        pass
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert (
+        err
+        == f"fewstep: stopped by signal {int(signum)}: targets stopped, its state is saved; the same command goes on from there\n"
+    )
+    again = fewstep("run", str(recipe_file), code=FAKES)
+    assert again.returncode == 0 and "resumes" in again.stdout
+
+
+def test_killed_run_goes_on_with_the_same_command(recipe_file):
+    kills = f"{FAKES}\nimport os, signal\npipeline.RUNNERS['adapt'] = lambda r, f: os.kill(os.getpid(), signal.SIGKILL)"
+    assert fewstep("run", str(recipe_file), code=kills).returncode == -signal.SIGKILL
+    again = fewstep("run", str(recipe_file), code=FAKES)
+    assert again.returncode == 0, again.stderr
+    assert [line.split()[1] for line in again.stdout.splitlines()[:2]] == ["complete,", "resumes"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("a is 1;\nmust be 2"), 2, "fewstep: error: a is 1; must be 2\n"),
+        (RunFailed("loss is NaN"), 1, "fewstep: failed: loss is NaN\n"),
+        (Stopped(15, "saved"), 143, "fewstep: stopped by signal 15: saved\n"),
+        (KeyboardInterrupt(), 130, "fewstep: interrupted; the same command goes on from the last saved state\n"),
+    ],
+)
+def test_exit_code_and_line_of_each_kind_of_end(monkeypatch, capsys, error, code, line):
+    def raises(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(cli, "app", raises)
+    assert _exit_code(["run"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_unexpected_error_keeps_its_traceback(monkeypatch):
+    def raises(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "app", raises)
+    with pytest.raises(ZeroDivisionError):
+        _exit_code(["run"])
+
+
+def test_init_writes_a_recipe_that_loads_and_never_overwrites(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert _exit_code(["init", "mine"]) == 0
+    recipe = load_recipe("mine.yaml")
+    assert recipe.name == "mine" and recipe.prompts.path == tmp_path / "prompts.jsonl"
+    assert recipe.distill is not None and recipe.distill.objectives["certainty"].temperature == 0.5
+    (tmp_path / "mine.yaml").write_text("edited")
+    assert _exit_code(["init", "mine"]) == 2
+    assert (tmp_path / "mine.yaml").read_text() == "edited"
+
+
+def test_plan_prints_json(recipe_file, capsys):
+    assert _exit_code(["plan", str(recipe_file), "adapt.max_steps=3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["recipe"] == "tiny" and [row["stage"] for row in facts["stages"]][0] == "targets"
+    assert facts["machine"]["assumption"]
+
+
+def test_doctor_names_engines_and_every_kernel_with_a_reason(capsys):
+    assert _exit_code(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"] and set(facts["engines"]) == {"deepspeed", "plain"}
+    assert facts["kernels"]["linear_rows_loss"].startswith(("torch: ", "triton: "))
+    assert _exit_code(["doctor"]) == 0
+    assert "linear_rows_loss" in capsys.readouterr().out
+
+
+def test_show_puts_dots_where_nothing_is_decided_yet():
+    lines = answering.show([0, 3, 1, 1], ["He", "l", "lo\n", "!"])
+    assert lines == ["   0  +1   He", "   1  +2   He·lo⏎!", "   3  +1   Hello⏎!"]
+
+
+def test_runs_option_moves_the_folders(recipe_file, tmp_path, fake_stages, capsys):
+    assert _exit_code(["run", str(recipe_file), "--runs", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "tiny.json").is_file()
+    assert os.listdir(".") == []

@@ -1,0 +1,230 @@
+"""The training stage on a tiny model and a tiny copying task."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fewstep import records
+from fewstep.distill import train
+from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, LoraConfig, TrackConfig
+from fewstep.errors import RunFailed, Stopped, UserError
+from fewstep.students.config import StudentConfig
+from fewstep.students.convert import load_causal_lm, load_student
+from fewstep.students.decoding import decode
+from tests.tiny import tiny_model, tiny_tokenizer
+
+EOS = None
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A teacher folder, and targets that repeat the prompt's token three times, with top-4 log-probs."""
+    root = tmp_path_factory.mktemp("train")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab=len(tokenizer), seed=0, dtype=torch.float32)
+    model.save_pretrained(root / "teacher")
+    tokenizer.save_pretrained(root / "teacher")
+    eos = tokenizer.eos_token_id
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(48):
+        token = int(rng.integers(10, 20))
+        response = [token] * int(rng.integers(3, 9)) + [eos]
+        topk = [[t, (t + 1) % 10, 3, 4] for t in response]
+        rows.append(
+            dict(sample_id=f"s{i}", prompt_ids=[5, token, 6], response_ids=response, finish_reason="stop", topk_ids=topk,
+                 topk_logprobs=[[float(np.log(0.9))] + [float(np.log(0.03))] * 3] * len(response),
+                 tail_mass=[0.01] * len(response), text="", reference="", split="train" if i < 40 else "held_out")
+        )  # fmt: skip
+    (root / "targets" / "shards").mkdir(parents=True)
+    records.write_shard(root / "targets" / "shards" / "00000.parquet", rows)
+    return root
+
+
+def go(world, folder, stage="adapt", source=None, engine=None, student=None, **keys):
+    config = (AdaptConfig if stage == "adapt" else DistillConfig)(
+        **(
+            {
+                "max_steps": 12,
+                "batch_tokens": 300,
+                "learning_rate": 3e-3,
+                "save_steps": 4,
+                "eval_steps": 6,
+                "logging_steps": 1,
+            }
+            | keys
+        )
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    return train.run(
+        folder, stage, config, student or StudentConfig(block_size=4), engine or EngineConfig(name="plain"),
+        TrackConfig(), source or world / "teacher", world / "targets", 0, "test",
+    )  # fmt: skip
+
+
+def weights(folder):
+    return load_file(folder / "student" / "model.safetensors")
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_adapt_learns_and_the_student_still_loads_as_a_plain_ar_model(world, tmp_path):
+    summary = go(world, tmp_path, max_steps=60, batch_tokens=600)
+    losses = [m["ce"] for m in metrics(tmp_path) if "ce" in m]
+    assert losses[-1] < 0.5 * losses[0]
+    assert summary["last"]["held_out_ce"] < losses[0]
+    model, tokenizer = load_student(tmp_path / "student")
+    plain, _ = load_causal_lm(tmp_path / "student")
+    prompt = [5, 12, 6]
+    ids = plain.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    got = decode(model, [prompt], sampler="verify", max_new_tokens=8, eos_token_ids=[tokenizer.eos_token_id])
+    assert got[0].ids == ids
+    assert (tmp_path / "student" / "custom_generate" / "generate.py").is_file()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_equals_plain(world, tmp_path, stage):
+    go(world, tmp_path / "plain", gradient_accumulation_steps=2)
+    go(world, tmp_path / "ds", engine=EngineConfig(zero_stage=stage), gradient_accumulation_steps=2)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "ds")
+    assert a.keys() == b.keys()
+    # ZeRO flattens parameters and sums norms in another order: fp32 rounding, amplified by Adam's first steps
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-5
+
+
+def test_accumulation_does_not_change_the_result(world, tmp_path):
+    go(world, tmp_path / "one")
+    go(world, tmp_path / "three", gradient_accumulation_steps=3)
+    first = [(m["ce"], m["ar"]) for m in metrics(tmp_path / "one") if "ce" in m][0]
+    other = [(m["ce"], m["ar"]) for m in metrics(tmp_path / "three") if "ce" in m][0]
+    assert first == pytest.approx(other, abs=1e-6)
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "three")
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-4  # 12 Adam steps on sums taken in another order
+
+
+@pytest.mark.parametrize("engine", ["plain", "deepspeed"])
+def test_stopped_and_resumed_equals_undisturbed_bit_for_bit(world, tmp_path, engine, monkeypatch):
+    engine = EngineConfig(name=engine)
+    go(world, tmp_path / "whole", engine=engine)
+    asked = iter([None] * 5 + [15])
+    monkeypatch.setattr(train, "stop_requested", lambda: next(asked, None))
+    with pytest.raises(Stopped, match="step 6"):
+        go(world, tmp_path / "cut", engine=engine)
+    monkeypatch.undo()
+    assert not (tmp_path / "cut" / "student").exists()
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')  # what a kill after the checkpoint may leave
+    summary = go(world, tmp_path / "cut", engine=engine)
+    assert summary["resumed_from"] == 6
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "cut" / "metrics.jsonl").read_text()
+
+
+def test_damaged_newest_checkpoint_falls_back_to_the_one_before(world, tmp_path):
+    go(world, tmp_path)
+    state = tmp_path / "trainer_state"
+    assert sorted(p.name for p in state.iterdir()) == ["step-00000008", "step-00000012"]
+    file = next((state / "step-00000012").glob("*.pt"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    before = weights(tmp_path)
+    shutil.rmtree(tmp_path / "student")
+    assert go(world, tmp_path)["resumed_from"] == 8
+    after = weights(tmp_path)
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_nan_stops_with_the_step_and_the_last_good_checkpoint(world, tmp_path, monkeypatch):
+    real = train.schedule
+    monkeypatch.setattr(train, "schedule", lambda step, config: float("nan") if step == 8 else real(step, config))
+    with pytest.raises(RunFailed, match=r"nan at step 10.*step-00000008"):
+        go(world, tmp_path)
+
+
+def test_lora_trains_only_the_adapter_and_the_mask_row_and_is_merged(world, tmp_path):
+    go(world, tmp_path, lora=LoraConfig(rank=4))
+    base, tuned = load_file(world / "teacher" / "model.safetensors"), weights(tmp_path)
+    mask = json.loads((tmp_path / "student" / "config.json").read_text())["fewstep"]["mask_token_id"]
+    name = next(k for k in base if "embed_tokens" in k)
+    rows = len(base[name])
+    same = (base[name] == tuned[name][:rows]).all(1)
+    assert all(same[i] for i in range(rows) if i != mask)
+    assert any(not torch.equal(base[k], tuned[k]) for k in base if "q_proj" in k)
+    assert not (tmp_path / "student" / "adapter_config.json").exists()
+    assert (tmp_path / "student" / "adapter" / "adapter_config.json").is_file()
+
+
+def test_gated_lora_leaves_the_base_bit_equal_and_verify_gives_the_teachers_text(world, tmp_path):
+    go(world, tmp_path / "adapt", lora=LoraConfig(rank=4, gated=True), objectives={"ce": 1.0})
+    base, kept = load_file(world / "teacher" / "model.safetensors"), weights(tmp_path / "adapt")
+    assert base.keys() == kept.keys() and all(torch.equal(base[k], kept[k]) for k in base)
+    go(
+        world,
+        tmp_path / "distill",
+        "distill",
+        tmp_path / "adapt" / "student",
+        objectives={"ce": 1.0, "kd": 0.5},
+        order="nll",
+    )
+    kept = weights(tmp_path / "distill")
+    assert all(torch.equal(base[k], kept[k]) for k in base)
+    a, b = (
+        load_file(tmp_path / s / "student" / "fewstep_adapter" / "adapter.safetensors") for s in ("adapt", "distill")
+    )
+    assert any(not torch.equal(a[k], b[k]) for k in a)
+    teacher, tokenizer = load_causal_lm(world / "teacher")
+    model, _ = load_student(tmp_path / "distill" / "student")
+    for token in range(10, 20):
+        ids = teacher.generate(torch.tensor([[5, token, 6]]), max_new_tokens=10, do_sample=False)[0, 3:].tolist()
+        got = decode(
+            model, [[5, token, 6]], sampler="verify", max_new_tokens=10, eos_token_ids=[tokenizer.eos_token_id]
+        )
+        assert got[0].ids == ids
+
+
+def test_distill_records_trajectories_once_and_refuses_foreign_ones(world, tmp_path):
+    go(world, tmp_path / "adapt")
+    summary = go(world, tmp_path / "distill", "distill", tmp_path / "adapt" / "student")
+    assert {"ce", "ar", "kd", "certainty"} <= set(summary["last"])
+    shard = tmp_path / "distill" / "trajectories" / "00000.parquet"
+    stamp = shard.stat().st_mtime_ns
+    go(world, tmp_path / "distill", "distill", tmp_path / "adapt" / "student")
+    assert shard.stat().st_mtime_ns == stamp
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(shard, partitioning=None).to_pydict()
+    assert all(sorted(o[:4]) == list(range(4)) for o in table["order"] if len(o) >= 4)
+    table["order"][0] = table["order"][0][:-1]
+    import pyarrow as pa
+
+    pq.write_table(pa.table(table), shard)
+    with pytest.raises(RunFailed, match="s0.*record them anew"):
+        go(world, tmp_path / "distill", "distill", tmp_path / "adapt" / "student")
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (dict(lora=LoraConfig(rank=4, gated=True)), "objectives.ar"),
+        (dict(student=StudentConfig(block_size=4, attention="bidirectional")), "objectives.ar"),
+        (dict(objectives={"magic": 1.0}), "magic"),
+        (dict(block_sizes=(4, 8)), "block_sizes"),
+    ],
+)
+def test_impossible_combinations_are_named(world, tmp_path, keys, message):
+    with pytest.raises(UserError, match=message):
+        go(world, tmp_path, **keys)
+
+
+def test_bidirectional_student_trains_and_decodes(world, tmp_path):
+    student = StudentConfig(block_size=4, attention="bidirectional")
+    go(world, tmp_path, student=student, objectives={"ce": 1.0}, random_offset=0.0)
+    model, tokenizer = load_student(tmp_path / "student")
+    got = decode(model, [[5, 12, 6]], sampler="threshold", max_new_tokens=10, eos_token_ids=[tokenizer.eos_token_id])
+    assert 1 <= len(got[0].ids) <= 10

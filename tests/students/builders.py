@@ -1,0 +1,57 @@
+"""Tiny random students of real model classes."""
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB, MASK, EOS = 40, 39, 1
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    eos_token_id=EOS,
+    bos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.3,  # far from uniform, so that argmax has no near ties
+)
+_GROUPED = dict(num_key_value_heads=2)
+FAMILIES = {
+    "llama": lambda n: LlamaForCausalLM(LlamaConfig(**_COMMON, **_GROUPED, num_hidden_layers=n)),
+    "qwen2": lambda n: Qwen2ForCausalLM(Qwen2Config(**_COMMON, **_GROUPED, num_hidden_layers=n)),
+    "qwen3": lambda n: Qwen3ForCausalLM(Qwen3Config(**_COMMON, **_GROUPED, head_dim=8, num_hidden_layers=n)),
+    "mistral": lambda n: MistralForCausalLM(MistralConfig(**_COMMON, **_GROUPED, sliding_window=6, num_hidden_layers=n)),
+    "gemma2": lambda n: Gemma2ForCausalLM(
+        Gemma2Config(**_COMMON, **_GROUPED, head_dim=8, sliding_window=6, num_hidden_layers=n, attn_implementation="eager")
+    ),
+    "gpt_neox": lambda n: GPTNeoXForCausalLM(GPTNeoXConfig(**_COMMON, num_hidden_layers=n, attn_implementation="eager")),
+}
+
+
+def student(family="llama", attention="block", block_size=8, num_layers=2, dtype=torch.float64, seed=0):
+    """Return a random student of a real class, in eval mode."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family](num_layers).to(dtype).eval()
+    model.config.fewstep = {
+        "version": 1,
+        "attention": attention,
+        "alignment": "same_position",
+        "block_size": block_size,
+        "mask_token_id": MASK,
+        "adapter": None,
+    }
+    model.generation_config.suppress_tokens = [MASK]
+    return model

@@ -1,0 +1,173 @@
+"""Decoding: cached = uncached, batch = singles, lossless verification, and limits that hold."""
+
+import random
+
+import pytest
+import torch
+from builders import EOS, FAMILIES, MASK, student
+
+from fewstep.students.decoding import decode
+from fewstep.students.decoding.forward import Forward
+
+SETTINGS = [
+    {"sampler": "ar"},
+    {"sampler": "fixed", "steps": 3},
+    {"sampler": "threshold", "threshold": 0.0},
+    {"sampler": "threshold", "threshold": 0.3},
+    {"sampler": "threshold", "threshold": 1.0},
+    {"sampler": "verify"},
+]
+
+
+def prompts(count, seed=0, longest=20):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 38) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+def run(model, batch, budget=21, eos=(EOS,), **settings):
+    return decode(model, batch, max_new_tokens=budget, eos_token_ids=list(eos), **settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("attention", ["block", "block_causal_inside", "bidirectional"])
+def test_decode_batch_equals_singles_in_any_order(settings, attention):
+    if attention == "bidirectional" and settings["sampler"] in ("verify", "ar"):
+        pytest.skip("refused; see test_verify_is_refused_without_a_clean_stream")
+    model, batch = student(attention=attention), prompts(7)
+    together = run(model, batch, **settings)
+    alone = [run(model, [p], **settings)[0] for p in batch]
+    backwards = run(model, batch[::-1], **settings)[::-1]
+    for a, b, c in zip(together, alone, backwards):
+        assert a.ids == b.ids == c.ids
+        assert (a.nfe, a.steps, a.positions) == (b.nfe, b.steps, b.positions)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_verify_equals_plain_generate(family):
+    model = student(family)
+    for prompt in prompts(12, seed=3):
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=25, do_sample=False
+        )
+        for block_size in (2, 5, 8):
+            got = decode(
+                model, [prompt], sampler="verify", max_new_tokens=25, eos_token_ids=[EOS], block_size=block_size
+            )
+            assert got[0].ids == expected[0, len(prompt) :].tolist()
+        assert run(model, [prompt], budget=25, sampler="ar")[0].ids == expected[0, len(prompt) :].tolist()
+
+
+def test_ar_takes_exactly_one_forward_a_token():
+    for answer in run(student(), prompts(5), sampler="ar"):
+        assert answer.nfe == len(answer.ids)
+
+
+
+
+def test_verify_with_a_perfect_drafter_accepts_whole_blocks():
+    """With drafts that the clean stream agrees with, prefill and then one forward a block."""
+    model = student(block_size=8)
+    prompt = prompts(1, seed=5)[0]
+    truth = run(model, [prompt], budget=33, eos=(), sampler="ar")[0].ids
+    real = Forward.__call__
+
+    def perfect(self, starts, clean, noisy, keep):
+        logits = real(self, starts, clean, noisy, keep)
+        begin = starts[0] + len(clean[0]) - len(prompt)
+        for i in range(len(noisy[0])):
+            if begin + i < len(truth):
+                logits[0, keep - len(noisy[0]) + i] = 0.0
+                logits[0, keep - len(noisy[0]) + i, truth[begin + i]] = 50.0
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forward, "__call__", perfect)
+        answer = run(model, [prompt], budget=33, eos=(), sampler="verify")[0]
+    assert answer.ids == truth
+    assert answer.nfe == 1 + 4  # the anchor, then 8 tokens a forward
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 7, 16, 32])
+def test_outputs_hold_no_mask_no_excess_and_nothing_after_eos(block_size):
+    model = student(block_size=32)
+    rng = random.Random(block_size)
+    for settings in SETTINGS[1:]:
+        budget = rng.randrange(1, 70)
+        for p, a in zip(batch := prompts(4, seed=block_size, longest=2 * block_size + 2), run(
+            model, batch, budget=budget, block_size=block_size, **settings
+        )):
+            assert MASK not in a.ids and 1 <= len(a.ids) <= budget and p
+            assert EOS not in a.ids[:-1]
+            assert (a.finish_reason == "stop") == (a.ids[-1] == EOS)
+            assert len(a.steps) == len(a.confidence) == len(a.ids)
+            assert a.nfe >= 1 + max(a.steps)
+            assert a.finish_reason == "stop" or len(a.ids) == budget
+
+
+def test_threshold_zero_takes_one_forward_a_block():
+    answer = run(student(block_size=8), prompts(1, seed=11), budget=32, eos=(), sampler="threshold", threshold=0.0)[0]
+    assert answer.nfe == -(-len(answer.ids) // 8)
+    assert answer.steps == [i // 8 for i in range(len(answer.ids))]
+
+
+def test_threshold_above_reach_takes_one_forward_a_token():
+    answer = run(student(block_size=8), prompts(1, seed=11), budget=20, eos=(), sampler="threshold", threshold=1.0)[0]
+    assert answer.nfe >= len(answer.ids)
+
+
+def test_fixed_spends_its_steps_on_every_block():
+    answer = run(student(block_size=8), prompts(1, seed=11), budget=16, eos=(), sampler="fixed", steps=4)[0]
+    assert answer.finish_reason == "length"
+    assert answer.nfe == 8
+    assert sorted(answer.steps).count(0) == 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
+def test_cached_equals_uncached_at_every_forward(settings, monkeypatch):
+    model = student()
+    real = Forward.__call__
+    committed: dict[int, list[int]] = {}
+
+    def compare(self, starts, clean, noisy, keep):
+        cached = real(self, starts, clean, noisy, keep)
+        for row, start in enumerate(starts):
+            history = (committed.get(row, [])[:start] + clean[row]) if start else clean[row]
+            committed[row] = history
+            fresh = Forward(self.model, capacity=self.cache.trash)
+            expected = real(fresh, [0], [history], [noisy[row]], keep=min(keep, len(history) + len(noisy[row])))
+            got = cached[row][-expected.shape[1] :] if len(starts) == 1 else None
+            if got is not None:
+                assert torch.allclose(got, expected[0], atol=1e-5)
+        return cached
+
+    monkeypatch.setattr(Forward, "__call__", compare)
+    run(model, prompts(1, seed=7), budget=30, **settings)
+
+
+def test_verify_is_refused_without_a_clean_stream():
+    with pytest.raises(ValueError, match="clean stream"):
+        run(student(attention="bidirectional"), prompts(1), sampler="verify")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"sampler": "magic"}, "unknown"),
+        ({"sampler": "threshold", "threshold": 1.5}, "between 0 and 1"),
+        ({"sampler": "fixed", "steps": 0}, "≥ 1"),
+        ({"sampler": "verify", "threshold": 0.5}, "belongs to"),
+        ({"sampler": "threshold", "block_size": 9}, "largest trained"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        run(student(), prompts(1), **settings)
+
+
+def test_context_limit_shortens_the_budget():
+    model = student()
+    prompt = [5] * 250
+    answer = run(model, [prompt], budget=50, eos=(), sampler="threshold", threshold=0.0)[0]
+    assert len(prompt) + len(answer.ids) <= 256
+    with pytest.raises(ValueError, match="context"):
+        run(model, [[5] * 256], sampler="threshold")

@@ -10,7 +10,7 @@ import typer
 from fewstep.errors import RunFailed, Stopped, UserError
 
 # typer carries a click of its own, and exports the exceptions below but not their base.
-ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="fewstep",

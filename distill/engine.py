@@ -99,6 +99,7 @@ class DeepSpeedEngine:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         AcceleratorState._reset_state()  # adapt and distill may follow each other in one process
         bf16 = training_dtype(config.precision) == torch.bfloat16
@@ -122,6 +123,7 @@ class DeepSpeedEngine:
             mixed_precision="bf16" if bf16 else "no",
         )
         engine, _ = accelerator.prepare(module, optimizer)
+        unset_hf_deepspeed_config()  # or transformers would load the next stage's model in ZeRO-3 partitions
         if type(engine).__name__ != "DeepSpeedEngine" or engine.zero_optimization_stage() != config.zero_stage:
             raise RunFailed(f"asked for DeepSpeed ZeRO-{config.zero_stage}, Accelerate returned {type(engine).__name__}")
         self.engine, self.accelerator, self.module = engine, accelerator, engine.module

@@ -17,7 +17,7 @@ class Tracker:
 
     Args:
         folder: the stage's folder.
-        step: figures of this step and later are dropped: they will be written again.
+        step: steps done; figures of later ones are dropped: they will be written again.
         config: the recipe's `track` section.
         run: {"name", "group", "job_type", "config"} for the tracker.
     """
@@ -26,7 +26,7 @@ class Tracker:
         self.metrics, self.perf = folder / "metrics.jsonl", folder / "perf.jsonl"
         for path in (self.metrics, self.perf):
             lines = path.read_text().splitlines() if path.exists() else []
-            write_atomic(path, "".join(line + "\n" for line in lines if _step(line) < step))
+            write_atomic(path, "".join(line + "\n" for line in lines if _step(line) <= step))
         self._wandb = _start_wandb(folder, config, run)
 
     def log(self, step: int, metrics: dict, perf: dict | None = None) -> None:

@@ -73,9 +73,11 @@ def _table(results: dict) -> str:
         rate = "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}"
         times = "–"
         if r["speedup"] is not None:
-            ends = f" {verdict.bracket(r['speedup_ci'], verdict.factor)}" if r["speedup_ci"] else ""
+            ends = f" {verdict.factors(r['speedup_ci'])}" if r["speedup_ci"] else ""
             times = "1 (baseline)" if r["is_speed_baseline"] else verdict.factor(r["speedup"]) + ends
-        lines.append(f"| {plain(r['task'])} | {r['system']} | {setting} | {score} | {delta} | {r['tpf']:.2f} | {rate} | {times} |")
+        lines.append(
+            f"| {plain(r['task'])} | {r['system']} | {setting} | {score} | {delta} | {r['tpf']:.2f} | {rate} | {times} |"
+        )
     return "\n".join(lines)
 
 
@@ -93,7 +95,14 @@ def _measured_on(results: dict) -> str:
 def _usage(content: dict) -> str:
     repo = ((content["recipe"].get("publish") or {}).get("repo")) or "OWNER/NAME"
     repo = repo if HUB_ID.fullmatch(repo) else "OWNER/NAME"
-    level = next((content["effort"]["levels"][k] for k in ("low", "medium", "high", "lossless") if content["effort"]["levels"].get(k, {}).get("sampler")), None)
+    level = next(
+        (
+            content["effort"]["levels"][k]
+            for k in ("low", "medium", "high", "lossless")
+            if content["effort"]["levels"].get(k, {}).get("sampler")
+        ),
+        None,
+    )
     sampler, settings = (level["sampler"], level["settings"]) if level else ("verify", {})
     given = "".join(f", {key}={value!r}" for key, value in {"sampler": sampler, **settings}.items())
     return f'''```python
@@ -118,7 +127,11 @@ one token a forward, as any other does.'''
 def _effort(effort: dict) -> str:
     lines = []
     for name, level in effort["levels"].items():
-        said = verdict.setting_name(level["sampler"], level["settings"]) if level.get("sampler") else plain(level["reason"])
+        said = (
+            verdict.setting_name(level["sampler"], level["settings"])
+            if level.get("sampler")
+            else plain(level["reason"])
+        )
         lines.append(f"- **{name}**: {said}")
     return "\n".join(lines)
 
@@ -135,6 +148,9 @@ def _origin(content: dict, base: str | None, teacher: str) -> str:
         lines.append("- The header names no `base_model`: the teacher was a local file, which the Hub cannot link.")
     lines.append("- Licence: the teacher's licence and its conditions apply to this student too.")
     lines += [f"- Stage {plain(stage)}: `{plain(m['hash'])}`" for stage, m in content["stages"].items()]
-    lines += [f"- Task {plain(t['name'])} version {t['version']}, prompt hash `{plain(t['prompt_hash'])}`" for t in content["results"]["tasks"]]
+    lines += [
+        f"- Task {plain(t['name'])} version {t['version']}, prompt hash `{plain(t['prompt_hash'])}`"
+        for t in content["results"]["tasks"]
+    ]
     lines.append(f"- Commit: {plain(content['results']['commit'] or 'an installed package')}")
     return "\n".join(lines)

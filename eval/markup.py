@@ -23,7 +23,7 @@ def visible(value: object) -> str:
 
 def text(value: object) -> str:
     """Return the text escaped for element content and for quoted attributes."""
-    return html.escape(visible(value), quote=True)
+    return html.escape(visible(value), quote=False)
 
 
 def tag(name: str, inner: str, cls: str = "", **attributes: str) -> str:
@@ -36,6 +36,10 @@ def tag(name: str, inner: str, cls: str = "", **attributes: str) -> str:
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
     """Return a definition list; the values are HTML already, pairs without one are left out."""
     return tag("dl", "".join(tag("dt", text(k)) + tag("dd", v) for k, v in pairs if v), "facts")
+
+
+def section(title: str, inner: str, lead: str = "") -> str:
+    return tag("section", tag("h2", text(title)) + (tag("p", text(lead), "lead") if lead else "") + inner)
 
 
 def page(title: str, body: str) -> str:

@@ -112,7 +112,9 @@ def curve(series: Sequence[Series], line: Point | None, width: int, *, x_title: 
     for s in series:
         for p in s.points:
             if p.label:
-                out.append(_place(p.label, s.style, sx(p.x), sy(p.y), taken, (left, top, width - right, height - bottom)))
+                out.append(
+                    _place(p.label, s.style, sx(p.x), sy(p.y), taken, (left, top, width - right, height - bottom))
+                )
     return "".join(out) + "</svg>"
 
 
@@ -213,7 +215,14 @@ def _place(
 ) -> str:
     """Return the label at the first free side of its point, or nothing: the table has every figure."""
     w = CHAR * len(label)
-    for dx, dy, anchor in ((9, -8, "start"), (9, 17, "start"), (-9, 17, "end"), (-9, -8, "end"), (11, 4, "start"), (-11, 4, "end")):
+    for dx, dy, anchor in (
+        (9, -8, "start"),
+        (9, 17, "start"),
+        (-9, 17, "end"),
+        (-9, -8, "end"),
+        (11, 4, "start"),
+        (-11, 4, "end"),
+    ):
         cx, cy = x + dx, y + dy
         x_left = cx - (w / 2 if anchor == "middle" else w if anchor == "end" else 0)
         box = (x_left, cy - 10, x_left + w, cy + 3)

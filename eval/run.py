@@ -7,11 +7,9 @@ one process, so a task's speed is measured in one go or again.
 
 import hashlib
 import json
-import resource
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,117 +17,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fewstep import chat, machine, runstore, signals
+from fewstep import chat, runstore, signals
 from fewstep.errors import UserError
-from fewstep.eval import effort, quality, rows, speed, stats, tasks_by_name, verdict
+from fewstep.eval import quality, speed, stats, tasks_by_name, verdict
+from fewstep.eval.assemble import Cell, Speed, Task, assemble
 from fewstep.eval.config import EvalConfig
 from fewstep.eval.quality import Answers
 from fewstep.eval.samples import SCHEMA, settings_key
-from fewstep.eval.speed import Contestant, Timing
+from fewstep.eval.speed import Contestant
+from fewstep.eval.systems import Models
 from fewstep.progress import progress
 from fewstep.students.decoding import decode
-from fewstep.students.load import load_student
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
+from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
 
 VERSION = 1  # raised whenever a change here could change a figure
 
 STOPPED = "finished rows are in partial/; the same command goes on from there"
-UNDISTILLED_SPEED = "the undistilled student runs the student's own loop: at one setting its speed follows its TPF"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One system under one sampler and setting."""
-
-    system: str
-    sampler: str
-    settings: dict
-
-    @property
-    def key(self) -> str:
-        """Name the cell, uniquely among a task's."""
-        return f"{self.system} {self.sampler} {settings_key(self.settings)}"
-
-
-@dataclass
-class Task:
-    """A task's prompts and everything measured on them."""
-
-    name: str
-    version: int
-    items: Sequence[Any]  # id, messages, reference
-    prompt_hash: str
-    score: Any  # (text, reference) -> float
-    answers: dict[str, Answers]  # Cell.key → answers
-    speed: "Speed | None" = None
-
-
-@dataclass
-class Speed:
-    """Batch-1 timings of a task's speed prompts, by Cell.key."""
-
-    prompts: list[int]  # places among the task's items
-    timings: dict[str, list[Timing]]
-    implementations: dict[str, str]
-    baseline: str  # Cell.key of the faster AR baseline
-    ways: list[dict]  # every way to run AR decoding that was tried: system, implementation, tokens_per_s
-    pilot_prompts: int
-
-    def to_dict(self) -> dict:
-        """Return the JSON-able content."""
-        return {**vars(self), "timings": {k: [t.to_dict() for t in v] for k, v in self.timings.items()}}
-
-    @staticmethod
-    def from_dict(content: dict) -> "Speed":
-        """Return what `to_dict` wrote."""
-        return Speed(**{**content, "timings": {k: [Timing(**t) for t in v] for k, v in content["timings"].items()}})
-
-
-class Models:
-    """The systems' models, each loaded when first asked for."""
-
-    def __init__(self, teacher: TeacherConfig, targets_folder: Path, targets: TargetsConfig, students: Mapping[str, Path]):
-        self._teacher, self._targets_folder, self._targets, self._students = teacher, targets_folder, targets, students
-        self._loaded: dict[str, tuple[Any, Any]] = {}
-
-    def get(self, system: str) -> tuple[Any, Any]:
-        """Return (model, tokenizer) of `teacher`, `student` or `undistilled`."""
-        if system not in self._loaded:
-            from fewstep.teachers.hf import device, torch_dtype
-            from fewstep.teachers.load import load_for_stage
-
-            if system == "teacher":
-                self._loaded[system] = load_for_stage(self._teacher, self._targets_folder)
-            else:
-                model, tokenizer = load_student(self._students[system], torch_dtype(self._teacher.dtype))
-                self._loaded[system] = model.to(device()), tokenizer
-        return self._loaded[system]
-
-    def drop(self, system: str) -> None:
-        """Free a model that is not needed any more."""
-        self._loaded.pop(system, None)
-
-    def prompts(self, system: str, items: Sequence[Any]) -> list[list[int]]:
-        """Return the [N] prompts as the system sees them: the teacher's with its own few-shot turns.
-
-        Raises:
-            UserError: a prompt does not fit the model's context.
-        """
-        model, tokenizer = self.get(system)
-        if system == "teacher":
-            from fewstep.teachers.collect import teacher_prompts
-
-            prompts = teacher_prompts(tokenizer, [item.messages for item in items], self._targets)
-        else:
-            prompts = [chat.encode_prompt(tokenizer, item.messages) for item in items]
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        for item, prompt in zip(items, prompts):
-            if context is not None and len(prompt) >= context:
-                raise UserError(
-                    f"eval.tasks: prompt {item.id} has {len(prompt)} tokens for the {system}, whose context holds {context}; "
-                    "remove the row or shorten it"
-                )
-        return prompts
 
 
 def run(
@@ -195,7 +99,7 @@ def run(
         "max_loss": config.max_loss,
         "bootstrap": {"draws": stats.DRAWS, "level": stats.LEVEL},
     }
-    results, levels = assemble(measured, cells, facts, teacher.model, settings, config.baselines)
+    results, levels = assemble(measured, cells, facts, teacher.model, settings, config.baselines, VERSION)
     _write_samples(folder / "samples.parquet", measured, cells, models)
     runstore.write_atomic(folder / "effort.json", _json(levels))
     runstore.write_atomic(folder / "results.json", _json(results))
@@ -222,89 +126,6 @@ def plan(config: EvalConfig, facts: Mapping[str, dict]) -> list[Cell]:
     return list({cell.key: cell for cell in cells}.values())
 
 
-def assemble(
-    tasks: Sequence[Task],
-    cells: Sequence[Cell],
-    facts: Mapping[str, dict],
-    teacher: str,
-    settings: dict,
-    baselines: Sequence[str],
-) -> tuple[dict, dict]:
-    """Return (results.json, effort.json) of measured tasks; nothing is measured here.
-
-    Args:
-        facts: system → its config.json's `fewstep` section.
-        teacher: as the recipe names it.
-        settings: of the evaluation, as recorded in results.json; `seed` and `max_loss` are used.
-    """
-    seed, found = settings["seed"], []
-    for task in tasks:
-        answers = task.answers
-        for cell in cells:
-            own = answers.get(Cell(cell.system, "ar", {}).key) if cell.system != "teacher" else None
-            few_step = cell.system == "student" and cell.sampler != "ar"
-            found.append(
-                rows.build(
-                    task=task.name,
-                    task_version=task.version,
-                    system=cell.system,
-                    sampler=cell.sampler,
-                    settings=cell.settings,
-                    answers=answers[cell.key],
-                    seed=seed,
-                    teacher=answers.get(Cell("teacher", "ar", {}).key),
-                    own=own,
-                    undistilled=answers.get(Cell("undistilled", cell.sampler, cell.settings).key) if few_step else None,
-                    timed=_timed(task.speed, cell.key),
-                    untimed_reason=UNDISTILLED_SPEED if cell.system == "undistilled" else "not timed",
-                    mask_token_id=facts.get(cell.system, {}).get("mask_token_id"),
-                )
-            )
-    rows.fill_aup(found)
-    candidates = [
-        effort.Candidate(c.sampler, c.settings, {t.name: t.answers[c.key] for t in tasks})
-        for c in cells
-        if c.system == "student" and c.sampler != "ar"
-    ]
-    reference = {t.name: t.answers[Cell("teacher", "ar", {}).key] for t in tasks} if "teacher" in baselines else None
-    levels = effort.calibrate(candidates, reference, settings["max_loss"], seed)
-    results = {
-        "schema": 1,
-        "version": VERSION,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "teacher": {"model": teacher},
-        "students": dict(facts),
-        "settings": settings,
-        "tasks": [
-            {"name": t.name, "version": t.version, "n": len(t.items), "prompt_hash": t.prompt_hash} for t in tasks
-        ],
-        "verdicts": verdict.headline(found, levels["levels"]),
-        "rows": found,
-        "speed": {t.name: _speed_facts(t.speed) for t in tasks if t.speed},
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "not_measured": _left_out(facts, baselines),
-    }
-    return results, levels
-
-
-def _left_out(facts: Mapping[str, dict], baselines: Sequence[str]) -> list[dict]:
-    out = [
-        ("AR model tuned on the same generated tokens", "no such model was trained in this run"),
-        ("Teacher with assisted generation (prompt lookup)", "not among the systems of this evaluation"),
-        ("Speed at larger batches", "speed was measured at batch 1 only, so where AR decoding wins in batches is not known"),
-        ("Spread between training runs", "one training seed"),
-    ]
-    if "teacher" not in baselines:
-        out.append(("The teacher", "not among eval.baselines"))
-    if "undistilled" not in facts:
-        out.append(("Undistilled student", "the recipe has no distill stage, so the student is the undistilled one"))
-    elif "undistilled" not in baselines:
-        out.append(("Undistilled student", "not among eval.baselines"))
-    return [{"what": what, "why": why} for what, why in out]
-
-
 def _answer(task: Task, cell: Cell, models: Models, limit: int, batch_size: int) -> Answers:
     """Decode a task's prompts with one cell, in batches, and score the answers."""
     prompts = models.prompts(cell.system, task.items)
@@ -314,8 +135,6 @@ def _answer(task: Task, cell: Cell, models: Models, limit: int, batch_size: int)
     label = f"{task.name}: {cell.system} {verdict.setting_name(cell.sampler, cell.settings)}"
 
     if cell.system == "teacher":
-        from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
-
         prefix = prefill_prefix(model, shared_prefix(prompts))
 
         def answer(batch: list[int]) -> list:
@@ -343,8 +162,6 @@ def _answer(task: Task, cell: Cell, models: Models, limit: int, batch_size: int)
 
 def _time(task: Task, cells: Sequence[Cell], models: Models, limit: int, count: int) -> Speed:
     """Time every AR baseline and every student setting on `count` prompts spread over the task."""
-    from fewstep.teachers.generate import shared_prefix
-
     places = sorted({int(i) for i in np.linspace(0, len(task.items) - 1, count)})
     items = [task.items[i] for i in places]
     ar = [cell for cell in cells if cell.sampler == "ar"]
@@ -370,21 +187,11 @@ def _time(task: Task, cells: Sequence[Cell], models: Models, limit: int, count: 
         timings = speed.time_alternating(contestants, len(places), after_prompt=lambda: shown.advance(1))
     baseline = max((cell.key for cell in ar), key=lambda k: speed.rate(timings[k]), default=None)
     if baseline is None:
-        raise UserError("eval.baselines is empty and the student has no AR stream: nothing to compare speed with; add teacher")
+        raise UserError(
+            "eval.baselines is empty and the student has no AR stream: nothing to compare speed with; add teacher"
+        )
     names = {c.key: c.implementation for c in contestants}
     return Speed(places, timings, names, baseline, ways, min(speed.PILOT, len(places)))
-
-
-def _timed(found: Speed | None, key: str) -> rows.Timed | None:
-    if found is None or key not in found.timings:
-        return None
-    return rows.Timed(found.timings[key], found.timings[found.baseline], found.implementations[key], key == found.baseline)
-
-
-def _speed_facts(found: Speed) -> dict:
-    system = found.baseline.split(" ", 1)[0]
-    baseline = {"system": system, "implementation": found.implementations[found.baseline]}
-    return {"n": len(found.prompts), "pilot_prompts": found.pilot_prompts, "ways": found.ways, "baseline": baseline}
 
 
 def _write_samples(path: Path, tasks: Sequence[Task], cells: Sequence[Cell], models: Models) -> None:

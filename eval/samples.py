@@ -51,7 +51,12 @@ def choose(parquet: Any, verdicts: list[dict]) -> list[dict]:
         return []
     row, task = verdicts[0]["row"], verdicts[0]["task"]
     table = parquet.read(columns=["task", "system", "sampler", "settings", "prompt_index", "score", "nfe"])
-    wanted = {"task": task, "system": row["system"], "sampler": row["sampler"], "settings": settings_key(row["settings"])}
+    wanted = {
+        "task": task,
+        "system": row["system"],
+        "sampler": row["sampler"],
+        "settings": settings_key(row["settings"]),
+    }
     mask = None
     for key, value in wanted.items():
         equal = pc.equal(table[key], value)
@@ -121,4 +126,6 @@ def sample_html(sample: dict) -> str:
         rows.append(("Reference", text(reference), "mono"))
     listed = tag("dl", "".join(tag("dt", k) + tag("dd", v, cls) for k, v, cls in rows))
     # A <div>: a label inside would turn taps on tokens into slider moves.
-    return tag("article", tag("h3", text(head)) + listed + tag("div", slider, "scrub") + tag("div", body, "tokens"), "sample")
+    return tag(
+        "article", tag("h3", text(head)) + listed + tag("div", slider, "scrub") + tag("div", body, "tokens"), "sample"
+    )

@@ -20,7 +20,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from fewstep import signals
 from fewstep.students.decoding import decode
 
-PILOT = 4  # prompts on which the ways to run one AR baseline are compared before the slower is dropped
+PILOT = 8  # prompts on which the ways to run one AR baseline are compared before the slower is dropped
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,13 @@ class Contestant:
 
 
 def ar_ways(
-    key: str, model: Any, prompts: Sequence[list[int]], *, max_new_tokens: int, eos: list[int], prefix: Sequence[int] = ()
+    key: str,
+    model: Any,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    eos: list[int],
+    prefix: Sequence[int] = (),
 ) -> list[Contestant]:
     """Return every way at hand to decode one token a forward with this model and these prompts.
 
@@ -64,7 +70,13 @@ def ar_ways(
 
 
 def own_loop(
-    key: str, model: Any, prompts: Sequence[list[int]], sampler: str, max_new_tokens: int, eos: list[int], settings: dict
+    key: str,
+    model: Any,
+    prompts: Sequence[list[int]],
+    sampler: str,
+    max_new_tokens: int,
+    eos: list[int],
+    settings: dict,
 ) -> Contestant:
     """Return the block decoder as a contestant; with the sampler "ar" it is our loop without drafting."""
 
@@ -79,7 +91,13 @@ def own_loop(
 
 
 def plain_loop(
-    key: str, model: Any, prompts: Sequence[list[int]], *, max_new_tokens: int, eos: list[int], prefix: Sequence[int] = ()
+    key: str,
+    model: Any,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    eos: list[int],
+    prefix: Sequence[int] = (),
 ) -> Contestant:
     """Return the barest cached greedy loop as a contestant: forward, argmax, append.
 
@@ -133,13 +151,21 @@ class _FirstToken(StoppingCriteria):
 
 
 def hf_generate(
-    key: str, model: Any, prompts: Sequence[list[int]], *, max_new_tokens: int, eos: list[int], prefix: Sequence[int] = ()
+    key: str,
+    model: Any,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    eos: list[int],
+    prefix: Sequence[int] = (),
 ) -> Contestant:
     """Return cached greedy `model.generate` as a contestant; `prefix` as for `plain_loop`."""
     warm, name = _run_prefix(model, prefix), _cache_name(model)
     settings = copy.deepcopy(model.generation_config)  # keeps what it suppresses, such as a mask token
     settings.update(do_sample=False, num_beams=1, use_cache=True, temperature=None, top_p=None, top_k=None)
-    settings.update(max_new_tokens=max_new_tokens, max_length=None, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None)
+    settings.update(
+        max_new_tokens=max_new_tokens, max_length=None, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
+    )
 
     def answer(i: int) -> Timing:
         ids = torch.tensor([list(prompts[i])], device=model.device)  # [1, L]

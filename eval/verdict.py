@@ -53,6 +53,12 @@ def share(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def factors(interval: Sequence[float]) -> str:
+    """Return an interval of factors, both ends with the decimals that the lower one needs."""
+    digits = 2 if interval[0] < 1.5 else 1
+    return f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+
+
 def bracket(interval: Sequence[float], show: Callable[[float], str]) -> str:
     """Return an interval as [low, high], each end through `show`."""
     return f"[{show(interval[0])}, {show(interval[1])}]"
@@ -73,7 +79,7 @@ def speed(speedup: float, speedup_ci: Sequence[float] | None) -> str:
         return f"{times(speedup)} the faster AR baseline's tokens/s (one prompt: no interval)"
     low, high = speedup_ci
     word = "faster" if low > 1 else "slower" if high < 1 else "no difference in speed shown"
-    return f"{word}: {times(speedup)} {bracket(speedup_ci, factor)} the faster AR baseline's tokens/s"
+    return f"{word}: {times(speedup)} {factors(speedup_ci)} the faster AR baseline's tokens/s"
 
 
 def of_row(row: dict) -> str:
@@ -99,8 +105,7 @@ def of_row(row: dict) -> str:
 
 def setting_name(sampler: str, settings: dict) -> str:
     """Return how a person names a sampler with its settings, such as threshold 0.9 or fixed, 2 steps."""
-    names = {"ar": "AR, one token a forward", "verify": "verify"}
-    text = names.get(sampler, sampler)
+    text = "AR, greedy" if sampler == "ar" else sampler
     if "threshold" in settings:
         text += f" {settings['threshold']:g}"
     if "steps" in settings:
@@ -142,7 +147,7 @@ def headline(rows: Sequence[dict], levels: dict) -> list[dict]:
 def _sentence(row: dict, teacher: dict | None) -> str:
     text = f"With {setting_name(row['sampler'], row['settings'])} the student"
     if row["speedup"] is not None:
-        interval = f" {bracket(row['speedup_ci'], factor)}" if row["speedup_ci"] else ""
+        interval = f" {factors(row['speedup_ci'])}" if row["speedup_ci"] else ""
         text += f" generates {times(row['speedup'])}{interval} the tokens/s of the faster AR baseline"
         text += f" at {row['tpf']:.1f} tokens a forward, and scores {percent(row['score'])}"
     else:
@@ -161,7 +166,7 @@ def _remark(row: dict) -> str:
     own = row["agreement_own"]
     text = f"The lossless mode (verify) commits {row['tpf']:.1f} tokens a forward"
     if row["speedup"] is not None:
-        interval = f" {bracket(row['speedup_ci'], factor)}" if row["speedup_ci"] else ""
+        interval = f" {factors(row['speedup_ci'])}" if row["speedup_ci"] else ""
         text += f" at {times(row['speedup'])}{interval} the baseline's tokens/s"
     if own is not None:
         on = f"all {row['n']:,}" if own == 1 else f"{percent(own)} of the {row['n']:,}"

@@ -63,7 +63,11 @@ def run(folder: Path, teacher: TeacherConfig, prompts: PromptsConfig, targets: T
     work = prepare(tokenizer, info, prompts, targets)
 
     starts = range(0, len(work.prompts), targets.shard_size)
-    missing = [i for i in range(len(starts)) if not (_shard(folder, i).exists() and _shard(folder, i).with_suffix(".json").exists())]
+    missing = [
+        i
+        for i in range(len(starts))
+        if not (_shard(folder, i).exists() and _shard(folder, i).with_suffix(".json").exists())
+    ]
     converts = kind_of(teacher.model) == "gguf" and not saved.is_dir()
     _require_disk(folder, info, targets, len(missing) * targets.shard_size, converts)
     if missing or converts:
@@ -132,7 +136,9 @@ def _collect(
 ) -> None:
     stops = eos_ids(model, tokenizer)
     if not stops:
-        raise UserError(f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there")
+        raise UserError(
+            f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there"
+        )
     # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
     prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
     shards = {i: range(i * targets.shard_size, min((i + 1) * targets.shard_size, len(work.prompts))) for i in missing}
@@ -152,7 +158,14 @@ def _collect(
 
 
 def _answer(
-    model: Any, work: Work, rows: range, stops: list[int], prefix: Prefix, targets: TargetsConfig, seed: int, on_batch: Any
+    model: Any,
+    work: Work,
+    rows: range,
+    stops: list[int],
+    prefix: Prefix,
+    targets: TargetsConfig,
+    seed: int,
+    on_batch: Any,
 ) -> list[Generation]:
     return generate(
         model,
@@ -168,7 +181,9 @@ def _answer(
     )
 
 
-def _write(folder: Path, shard: int, tokenizer: Any, work: Work, rows: range, answers: list[Generation], prompts: PromptsConfig) -> None:
+def _write(
+    folder: Path, shard: int, tokenizer: Any, work: Work, rows: range, answers: list[Generation], prompts: PromptsConfig
+) -> None:
     """Filter and score one shard's answers; its notes land first, so that a shard is never without them."""
     records, dropped, scores = [], [], []
     for i, answer in zip(rows, answers):
@@ -208,7 +223,9 @@ def _write(folder: Path, shard: int, tokenizer: Any, work: Work, rows: range, an
     write_shard(_shard(folder, shard), records)
 
 
-def _finish(folder: Path, work: Work, name: str, prompts: PromptsConfig, targets: TargetsConfig, num_shards: int) -> dict:
+def _finish(
+    folder: Path, work: Work, name: str, prompts: PromptsConfig, targets: TargetsConfig, num_shards: int
+) -> dict:
     """Add up the shards' notes, write drops.json, and refuse targets that nothing can be learned from."""
     notes = [_notes(folder, i) for i in range(num_shards)]
     dropped = [row for note in notes for row in note["dropped"]]
@@ -223,9 +240,13 @@ def _finish(folder: Path, work: Work, name: str, prompts: PromptsConfig, targets
         raise RunFailed(_fails(name, score, scored, prompts, targets))
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     if not kept:
-        raise RunFailed(f"teacher {name}: all {len(dropped)} answers were dropped ({counts}; see {folder / 'drops.json'}); change targets.keep, targets.max_new_tokens or the teacher's prompt")
+        raise RunFailed(
+            f"teacher {name}: all {len(dropped)} answers were dropped ({counts}; see {folder / 'drops.json'}); change targets.keep, targets.max_new_tokens or the teacher's prompt"
+        )
     if not kept["train"]:
-        raise RunFailed(f"teacher {name}: no answer is left to train on ({kept['held_out']} held out; dropped: {counts or 'none'}); lower prompts.held_out or add prompts")
+        raise RunFailed(
+            f"teacher {name}: no answer is left to train on ({kept['held_out']} held out; dropped: {counts or 'none'}); lower prompts.held_out or add prompts"
+        )
     tokens = sum(note["kept_tokens"] for note in notes)
     return {
         "prompts": len(work.prompts),
@@ -263,7 +284,9 @@ def _check_ids(work: Work, model: Any, name: str) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     highest = max(max(ids) for ids in work.teacher_ids)
     if highest >= rows:
-        raise UserError(f"teacher.model {name}: its tokenizer gives id {highest}, its embedding has {rows} rows; give a checkpoint whose tokenizer fits")
+        raise UserError(
+            f"teacher.model {name}: its tokenizer gives id {highest}, its embedding has {rows} rows; give a checkpoint whose tokenizer fits"
+        )
 
 
 def _require_disk(folder: Path, info: dict, targets: TargetsConfig, num_prompts: int, converts: bool) -> None:

@@ -32,7 +32,9 @@ def make_filter(prompts: PromptsConfig, targets: TargetsConfig) -> Filter:
         try:
             pattern = re.compile(keep.regex, re.DOTALL)
         except re.error as error:
-            raise UserError(f"targets.keep.regex: {keep.regex!r} is no regular expression ({error}); correct it") from None
+            raise UserError(
+                f"targets.keep.regex: {keep.regex!r} is no regular expression ({error}); correct it"
+            ) from None
     schema = read_schema(keep.json_schema)
     if schema is not None:
         checkers.schema_errors({}, schema)  # names a schema that is not valid itself
@@ -50,7 +52,9 @@ def check_references(checker: str | None, prompts: list[Prompt], path: object) -
     for prompt in prompts:
         where = f"{path}, line {prompt.line}"
         if prompt.reference is None:
-            raise UserError(f"{where}: no `reference`, which prompts.checker {checker} compares answers with; add it or drop the checker")
+            raise UserError(
+                f"{where}: no `reference`, which prompts.checker {checker} compares answers with; add it or drop the checker"
+            )
         try:
             checkers.score(checker, "", prompt.reference)
         except UserError as error:

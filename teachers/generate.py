@@ -76,7 +76,9 @@ def generate(
     head = shared.ids
     for row in prompts:
         if len(row) <= len(head) or row[: len(head)] != head:
-            raise ValueError(f"a prompt of {len(row)} tokens does not begin with the prefix and go on after it ({len(head)} tokens)")
+            raise ValueError(
+                f"a prompt of {len(row)} tokens does not begin with the prefix and go on after it ({len(head)} tokens)"
+            )
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError(f"temperature is {temperature}: drawing needs one seed per prompt")
     out = [Generation() for _ in prompts]
@@ -157,7 +159,9 @@ class _Slab(DynamicLayer):
             self.keys[:, :, : self.length] = self.start[0]
             self.values[:, :, : self.length] = self.start[1]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -189,12 +193,15 @@ def _new_cache(model: Any, rows: int, capacity: int, prefix: Prefix) -> tuple[Dy
     """
     cache = DynamicCache(config=model.config)
     plain = bool(cache.layers) and all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > capacity) for layer in cache.layers
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > capacity)
+        for layer in cache.layers
     )
     if not plain:
         return cache, False
     shares = prefix.layers is not None
-    cache.layers = [_Slab(rows, capacity, prefix.layers[i] if prefix.layers else None) for i in range(len(cache.layers))]
+    cache.layers = [
+        _Slab(rows, capacity, prefix.layers[i] if prefix.layers else None) for i in range(len(cache.layers))
+    ]
     for layer in cache.layers:
         layer.length = len(prefix.ids) if shares else 0
     return cache, shares
@@ -232,7 +239,7 @@ def _decode_batch(
         pad = longest - len(row)
         tokens[i, pad:] = torch.tensor(row[num_shared:])
         positions[i, pad:] = torch.arange(num_shared, len(row))
-        pass
+        mask[i, num_shared : num_shared + pad] = 0
     tokens, positions, mask = tokens.to(device), positions.to(device), mask.to(device)
     noise = [torch.Generator().manual_seed(seed) for seed in seeds]
     slots = list(range(len(prompts)))  # slot of the batch -> row of `out`
@@ -276,7 +283,9 @@ def _choose(logits: torch.Tensor, temperature: float, noise: list[torch.Generato
     if temperature == 0:
         return logits.argmax(-1)
     cumulative = torch.softmax(logits.double() / temperature, -1).cumsum(-1)  # [B, V] f64
-    draws = torch.stack([torch.rand(1, dtype=torch.float64, generator=g) for g in noise]).to(logits.device)  # [B, 1] f64
+    draws = torch.stack([torch.rand(1, dtype=torch.float64, generator=g) for g in noise]).to(
+        logits.device
+    )  # [B, 1] f64
     index = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
     return index[:, 0].clamp_(max=logits.shape[-1] - 1)
 
@@ -291,7 +300,9 @@ def _record(logits: torch.Tensor, k: int, out: list[Generation]) -> None:
         row.tail_mass.append(row_tail)
 
 
-def _forward(model: Any, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+def _forward(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+) -> torch.Tensor:
     """Return the logits of each row's last position, [B, V]."""
     accepted = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "use_cache": True}

@@ -94,7 +94,9 @@ def describe(model: str, revision: str | None = None) -> dict:
         with open(path, "rb") as file:
             fields, num_parameters = read_header(file)
     except (ValueError, OSError, struct.error, UnicodeDecodeError) as error:
-        raise UserError(f"teacher.model {model}: not a readable GGUF file ({error or 'cut short'}); download it again") from None
+        raise UserError(
+            f"teacher.model {model}: not a readable GGUF file ({error or 'cut short'}); download it again"
+        ) from None
     name = fields.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(
@@ -189,7 +191,8 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     for _ in range(num_tensors):
         text()
         total += math.prod(scalar("<Q") for _ in range(scalar("<I")))
-        scalar("<I"), scalar("<Q")  # quantisation type, offset
+        scalar("<I")  # quantisation type
+        scalar("<Q")  # offset
     return fields, total
 
 

@@ -36,9 +36,10 @@ def load(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[
     path, commit = _locate(model, revision)
     try:
         refuse_encoder(AutoConfig.from_pretrained(path, revision=commit), model)
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             path, revision=commit, dtype=torch_dtype(dtype), output_loading_info=True
         )
+        loaded, info = pair
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; each means that the user's checkpoint does not load
@@ -76,7 +77,9 @@ def fingerprint(model: str, revision: str | None = None) -> str:
     path, commit = _locate(model, revision)
     if commit is not None:
         return f"{model}@{commit}"
-    files = sorted(f for f in Path(path).iterdir() if f.is_file() and f.suffix in _CONTENT and f.name != "trainer_state.json")
+    files = sorted(
+        f for f in Path(path).iterdir() if f.is_file() and f.suffix in _CONTENT and f.name != "trainer_state.json"
+    )
     return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
 
 
@@ -95,9 +98,13 @@ def describe(model: str, revision: str | None = None) -> dict:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        raise UserError(f"teacher.model {model}: no config.json there; give a folder saved by save_pretrained or a Hub id") from None
+        raise UserError(
+            f"teacher.model {model}: no config.json there; give a folder saved by save_pretrained or a Hub id"
+        ) from None
     except ValueError as error:
-        raise UserError(f"teacher.model {model}: config.json is not JSON ({error}); save the checkpoint again") from None
+        raise UserError(
+            f"teacher.model {model}: config.json is not JSON ({error}); save the checkpoint again"
+        ) from None
     _refuse_by_config(config, model)
     text = config.get("text_config") or config
     facts = {
@@ -113,7 +120,9 @@ def describe(model: str, revision: str | None = None) -> dict:
         "num_kv_heads": _first(text, "num_key_value_heads", "num_attention_heads", "n_head", "n_heads"),
         "intermediate_size": _first(text, "intermediate_size", "n_inner", "ffn_dim"),
     }
-    facts["num_parameters"] = _count_parameters(folder) or _estimate_parameters(facts, bool(text.get("tie_word_embeddings")))
+    facts["num_parameters"] = _count_parameters(folder) or _estimate_parameters(
+        facts, bool(text.get("tie_word_embeddings"))
+    )
     return facts
 
 
@@ -150,7 +159,9 @@ def _locate(model: str, revision: str | None) -> tuple[str, str | None]:
     if folder.is_dir():
         return str(folder), None
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
-        raise UserError(f"teacher.model {model}: no such folder; give a folder saved by save_pretrained, a .gguf file or a Hub id")
+        raise UserError(
+            f"teacher.model {model}: no such folder; give a folder saved by save_pretrained, a .gguf file or a Hub id"
+        )
     return model, _cached_config(model, revision).parent.name
 
 
@@ -185,7 +196,9 @@ def _refuse_by_config(config: Any, model: str) -> None:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"teacher.model {model}: config.json names no model_type; give a transformers checkpoint")
     names = config.get("architectures") or []
-    causal_name = not names or any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
+    causal_name = not names or any(
+        name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names
+    )
     if config.get("is_encoder_decoder") or not causal_name:
         raise UserError(_not_a_decoder(model, ", ".join(names) or config["model_type"]))
     # A family's own folder is proof without the seconds that importing transformers' table of all of them takes.

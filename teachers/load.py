@@ -20,7 +20,9 @@ def kind_of(model: str) -> str:
     if not model.strip():
         raise UserError("teacher.model is empty; give a folder, a .gguf file, package://module/file.gguf or a Hub id")
     if model.startswith(("http://", "https://")):
-        raise UserError(f"teacher.model {model}: an endpoint has no weights to start a student from; give a folder, a .gguf file or a Hub id")
+        raise UserError(
+            f"teacher.model {model}: an endpoint has no weights to start a student from; give a folder, a .gguf file or a Hub id"
+        )
     return "gguf" if model.startswith("package://") or model.lower().endswith(".gguf") else "hf"
 
 

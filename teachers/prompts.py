@@ -41,7 +41,9 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
         where = f"{config.path}, line {number}"
         if config.field not in row:
             names = ", ".join(f"`{name}`" for name in list(row)[:6]) or "none"
-            raise UserError(f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message")
+            raise UserError(
+                f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message"
+            )
         messages = _messages(row[config.field], where, config.field)
         prompt_id = _given_id(row, where)
         if prompt_id is None:
@@ -74,7 +76,9 @@ def read_few_shot(path: Path | None) -> list[dict]:
                 raise UserError(f"{where}: no field `{role}`; each row of targets.few_shot is {{user, assistant}}")
             messages.append({"role": role, "content": _text(row[role], where, role)})
     if not messages:
-        raise UserError(f"{path}: holds no turns; write one {{user, assistant}} object per line or remove targets.few_shot")
+        raise UserError(
+            f"{path}: holds no turns; write one {{user, assistant}} object per line or remove targets.few_shot"
+        )
     return messages
 
 
@@ -99,15 +103,23 @@ def read_jsonl(path: Path, limit: int | None = None) -> list[tuple[int, dict]]:
         try:
             row = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}, line {number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+            raise UserError(
+                f"{path}, line {number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+            ) from None
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object per line") from None
+            raise UserError(
+                f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object per line"
+            ) from None
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: cannot be read as JSON ({error}); write one object per line") from None
+            raise UserError(
+                f"{path}, line {number}: cannot be read as JSON ({error}); write one object per line"
+            ) from None
         except RecursionError:
             raise UserError(f"{path}, line {number}: nested too deeply to be read; write a flat object") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: a {type(row).__name__} where a JSON object is needed; write {{\"field\": value}}")
+            raise UserError(
+                f'{path}, line {number}: a {type(row).__name__} where a JSON object is needed; write {{"field": value}}'
+            )
         rows.append((number, row))
     return rows
 
@@ -147,7 +159,9 @@ def read_schema(path: Path | None) -> dict | None:
     try:
         schema = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise UserError(f"targets.keep.json_schema: {path} cannot be read ({' '.join(str(error).split())}); give a JSON schema file") from None
+        raise UserError(
+            f"targets.keep.json_schema: {path} cannot be read ({' '.join(str(error).split())}); give a JSON schema file"
+        ) from None
     if not isinstance(schema, dict):
         raise UserError(f"targets.keep.json_schema: {path} holds a {type(schema).__name__}; a JSON schema is an object")
     return schema
@@ -168,7 +182,9 @@ def _messages(value: Any, where: str, name: str) -> list[dict]:
     messages = []
     for message in value:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise UserError(f"{where}: `{name}` holds {message!r:.80}; each message needs a role ({', '.join(ROLES)}) and a content")
+            raise UserError(
+                f"{where}: `{name}` holds {message!r:.80}; each message needs a role ({', '.join(ROLES)}) and a content"
+            )
         messages.append({"role": message["role"], "content": _text(message.get("content"), where, f"{name}.content")})
     if not messages or messages[-1]["role"] != "user":
         raise UserError(f"{where}: `{name}` must end with the user's message, which the teacher answers")
@@ -184,7 +200,9 @@ def _text(value: Any, where: str, name: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where}: `{name}` holds half of a surrogate pair; remove it or write the whole character") from None
+            raise UserError(
+                f"{where}: `{name}` holds half of a surrogate pair; remove it or write the whole character"
+            ) from None
     return value
 
 

@@ -40,7 +40,9 @@ KINDS = {
     "llama": lambda v: LlamaForCausalLM(LlamaConfig(vocab_size=v, num_key_value_heads=2, **_SIZES)),
     "qwen2": lambda v: Qwen2ForCausalLM(Qwen2Config(vocab_size=v, num_key_value_heads=2, **_SIZES)),
     "gpt_neox": lambda v: GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=v, **_SIZES)),
-    "mistral": lambda v: MistralForCausalLM(MistralConfig(vocab_size=v, num_key_value_heads=2, sliding_window=WINDOW, **_SIZES)),
+    "mistral": lambda v: MistralForCausalLM(
+        MistralConfig(vocab_size=v, num_key_value_heads=2, sliding_window=WINDOW, **_SIZES)
+    ),
 }
 
 
@@ -58,7 +60,9 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
     tokenizer.chat_template = template
     return tokenizer
 

@@ -93,7 +93,7 @@ EVAL_TEMPLATES = (
     "please book {name} for {day} at {time}. The car, a {year} {car}, needs {a_service}.",
     "do you have room on {day} at {time}? It's {name} with a {year} {car} for {a_service}.",
     "it is time for {a_service} on my {year} {car}. I'd like {day}, {time}. Put me down as {name}.",
-    "{day} at {time}, {a_service}, {year} {car}. That would be for {name}.",
+    "can we say {day} at {time}, {a_service}, {year} {car}? That would be for {name}.",
     "I have a {year} {car} here. Could you do {a_service} this {day}, about {time}? I'm {name}.",
 )
 TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this

@@ -1,9 +1,11 @@
 """Train the small booking teacher: a Llama of about 3M parameters, from random weights, on one core.
 
     python benchmarks/lab/train_teacher.py
+    python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 5e-4 --seed 2
 
-It sees endlessly generated rows of the training templates only, each once; it is measured greedily on
-rows of the evaluation templates, in float32, after its bfloat16 weights were saved and loaded back.
+The second command goes on from the first one's checkpoint. The rows are generated without end from the
+training templates only, each seen once. The model is measured greedily on rows of the evaluation
+templates, in float32, after its bfloat16 weights were saved and loaded back.
 
 Shapes: B batch, L length, V vocabulary.
 """
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks/results/quickstart_teacher.json", metavar="FILE"
     )
+    parser.add_argument("--init", type=Path, metavar="DIR", help="go on from this checkpoint, not from random weights")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=24, help="rows per step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -197,8 +200,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
 
-    tokenizer = build_tokenizer(args.vocab, num_rows=4000, seed=args.seed)
-    model = build_model(tokenizer, args.width, args.layers)
+    if args.init:
+        tokenizer = AutoTokenizer.from_pretrained(args.init)
+        model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
+    else:
+        tokenizer = build_tokenizer(args.vocab, num_rows=4000, seed=args.seed)
+        model = build_model(tokenizer, args.width, args.layers)
     started = time.perf_counter()
     train(model, tokenizer, args)
     seconds = time.perf_counter() - started
@@ -209,27 +216,27 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     facts = {
-        "steps": args.steps, "batch": args.batch, "seed": args.seed, "train_seconds": round(seconds),
-        "parameters": model.num_parameters(), "vocab_size": len(tokenizer),
-        "bytes": (args.out / "model.safetensors").stat().st_size,
-    }  # fmt: skip
-    measured = [
-        {
-            "split": split,
-            "n": args.eval_rows,
-            "exact_match": exact_match(model, tokenizer, split, args.eval_rows, seed=0),
-            **facts,
-        }
-        for split in ("train", "eval")
-    ]
-    for row in measured:
-        print(f"exact match on {row['n']} rows of the {row['split']} templates: {row['exact_match']:.4f}")
-    record = {
         "command": shlex.join(["python", "benchmarks/lab/train_teacher.py", *sys.argv[1:]]),
+        "steps": args.steps,
+        "batch": args.batch,
+        "seed": args.seed,
+        "train_seconds": round(seconds),
+        "parameters": model.num_parameters(),
+        "vocab_size": len(tokenizer),
+        "bytes": (args.out / "model.safetensors").stat().st_size,
+    }
+    measured = []
+    for split in ("train", "eval"):
+        share = exact_match(model, tokenizer, split, args.eval_rows, seed=0)
+        measured.append({"split": split, "n": args.eval_rows, "exact_match": share, **facts})
+        print(f"exact match on {args.eval_rows} rows of the {split} templates: {share:.4f}", flush=True)
+    earlier = json.loads(args.results.read_text())["rows"] if args.init and args.results.is_file() else []
+    record = {
+        "command": " && ".join(dict.fromkeys(row["command"] for row in [*earlier, *measured])),
         "date": date.today().isoformat(),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__, "tokenizers": tokenizers.__version__},
-        "rows": measured,
+        "rows": [*earlier, *measured],
     }  # fmt: skip
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -85,12 +85,12 @@ def decode(
     forward = Forward(model, capacity=max(len(r.pending) + r.budget for r in rows))
     if sampler == "fixed":
         steps = block_size if steps is None else steps
-        fixed.check(steps)
-        denoise(forward, rows, block_size, partial(fixed.select, steps=steps))
+        check_steps(steps)
+        denoise(forward, rows, block_size, partial(select_fixed, steps=steps))
     elif sampler == "threshold":
         threshold = 0.9 if threshold is None else threshold
-        threshold_sampler.check(threshold)
-        denoise(forward, rows, block_size, partial(threshold_sampler.select, threshold=threshold))
+        check_threshold(threshold)
+        denoise(forward, rows, block_size, partial(select_threshold, threshold=threshold))
     else:
         verify(forward, rows, block_size)
     return [

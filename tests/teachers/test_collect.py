@@ -35,7 +35,9 @@ def texts(count=11):
 
 
 def settings(**keys):
-    return TargetsConfig(**{"max_new_tokens": 10, "top_logprobs": 4, "batch_size": 3, "shard_size": 4, "keep": EVERYTHING, **keys})
+    return TargetsConfig(
+        **{"max_new_tokens": 10, "top_logprobs": 4, "batch_size": 3, "shard_size": 4, "keep": EVERYTHING, **keys}
+    )
 
 
 def folder(tmp_path, name):
@@ -53,9 +55,15 @@ def answering(monkeypatch, answer):
         for row in rows:
             text = answer(tokenizer.decode(row))
             cut = text.endswith("…")
-            ids = tokenizer(text.removesuffix("…"), add_special_tokens=False)["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
+            ids = tokenizer(text.removesuffix("…"), add_special_tokens=False)["input_ids"] + (
+                [] if cut else [tokenizer.eos_token_id]
+            )
             k = kwargs["top_logprobs"]
-            out.append(Generation(ids, "length" if cut else "stop", [[0] * k] * len(ids), [[-1.0] * k] * len(ids), [0.5] * len(ids)))
+            out.append(
+                Generation(
+                    ids, "length" if cut else "stop", [[0] * k] * len(ids), [[-1.0] * k] * len(ids), [0.5] * len(ids)
+                )
+            )
         return out
 
     monkeypatch.setattr(collect, "generate", fake)
@@ -63,15 +71,25 @@ def answering(monkeypatch, answer):
 
 def test_run_writes_rows_in_prompt_order_with_facts_that_agree(tmp_path, teacher):
     where = folder(tmp_path, "targets")
-    summary = collect.run(where, teacher, prompts(tmp_path, texts(), references=[{"n": i} for i in range(11)], held_out=0.3), settings(), seed=0)
+    summary = collect.run(
+        where,
+        teacher,
+        prompts(tmp_path, texts(), references=[{"n": i} for i in range(11)], held_out=0.3),
+        settings(),
+        seed=0,
+    )
     rows = read_rows(where)
     tokenizer = tiny_tokenizer()
-    assert [r["prompt_ids"] for r in rows] == [encode_prompt(tokenizer, [{"role": "user", "content": t}]) for t in texts()]
+    assert [r["prompt_ids"] for r in rows] == [
+        encode_prompt(tokenizer, [{"role": "user", "content": t}]) for t in texts()
+    ]
     assert [json.loads(r["reference"]) for r in rows] == [{"n": i} for i in range(11)]
     assert sorted(p.name for p in where.glob("shards/*.parquet")) == ["00000.parquet", "00001.parquet", "00002.parquet"]
     for r in rows:
         assert len(r["response_ids"]) == len(r["topk_ids"]) == len(r["topk_logprobs"]) == len(r["tail_mass"]) <= 10
-        assert all(top[0] == token for top, token in zip(r["topk_ids"], r["response_ids"]))  # greedy: aligned with its own token
+        assert all(
+            top[0] == token for top, token in zip(r["topk_ids"], r["response_ids"])
+        )  # greedy: aligned with its own token
         assert (r["finish_reason"] == "stop") == (r["response_ids"][-1] in EOS)
         assert r["text"] == tokenizer.decode(r["response_ids"], skip_special_tokens=True)
     assert {r["split"] for r in rows} == {"train", "held_out"}
@@ -114,7 +132,9 @@ def test_run_resumed_equals_undisturbed(tmp_path, teacher, monkeypatch, temperat
 def test_run_order_of_prompts_and_batching_change_no_row(tmp_path, teacher, temperature):
     one, two = folder(tmp_path, "one"), folder(tmp_path, "two")
     collect.run(one, teacher, prompts(one, texts()), settings(temperature=temperature), seed=1)
-    collect.run(two, teacher, prompts(two, texts()[::-1]), settings(temperature=temperature, batch_size=5, shard_size=6), seed=1)
+    collect.run(
+        two, teacher, prompts(two, texts()[::-1]), settings(temperature=temperature, batch_size=5, shard_size=6), seed=1
+    )
     there = {r["sample_id"]: r for r in read_rows(two)}
     for row in read_rows(one):
         other = there[row["sample_id"]]
@@ -155,13 +175,17 @@ def test_run_shows_examples_to_the_teacher_only(tmp_path, teacher, monkeypatch):
     assert tokenizer.decode(prefixes[0]).startswith(head) and summary["shared_prefix_tokens"] == len(prefixes[0])
     assert collect.teacher_prompts(tokenizer, [[{"role": "user", "content": t}] for t in texts(3)], config) == asked
     alone = collect.run(folder(tmp_path, "u"), teacher, prompts(tmp_path, texts(3)), settings(), seed=0)
-    assert alone["prompts"] == 3 and [r["response_ids"] for r in read_rows(tmp_path / "u")] != [r["response_ids"] for r in rows]
+    assert alone["prompts"] == 3 and [r["response_ids"] for r in read_rows(tmp_path / "u")] != [
+        r["response_ids"] for r in rows
+    ]
 
 
 def test_teacher_prompts_joins_system_messages(tmp_path):
     messages = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
     (ids,) = collect.teacher_prompts(tiny_tokenizer(), [messages], TargetsConfig(system_prompt="Recipe's."))
-    assert tiny_tokenizer().decode(ids).startswith("<|im_start|>system\nRecipe's.\n\nOwn.<|im_end|>\n<|im_start|>user\nHi")
+    assert (
+        tiny_tokenizer().decode(ids).startswith("<|im_start|>system\nRecipe's.\n\nOwn.<|im_end|>\n<|im_start|>user\nHi")
+    )
 
 
 def test_run_counts_drops_by_reason(tmp_path, teacher, monkeypatch):
@@ -183,7 +207,10 @@ def test_run_counts_drops_by_reason(tmp_path, teacher, monkeypatch):
     summary = collect.run(where, teacher, source, settings(keep=keep), seed=0)
     assert summary["dropped"] == {"truncated": 1, "empty": 1, "not_json": 1, "schema": 1, "regex": 1, "incorrect": 1}
     assert [r["text"] for r in read_rows(where)] == ['{"a": 1}'] and summary["kept"] == 1
-    assert (summary["teacher_score"], summary["teacher_score_n"]) == (pytest.approx(1 / 7), 7)  # of all answers, before the filter
+    assert (summary["teacher_score"], summary["teacher_score_n"]) == (
+        pytest.approx(1 / 7),
+        7,
+    )  # of all answers, before the filter
     drops = json.loads((where / "drops.json").read_text())
     assert drops["counts"] == summary["dropped"]
     assert {r["reason"]: r["text"] for r in drops["rows"]}["not_json"] == "Sure! {}"
@@ -193,7 +220,9 @@ def test_run_counts_drops_by_reason(tmp_path, teacher, monkeypatch):
 def test_run_fails_when_everything_is_dropped(tmp_path, teacher, monkeypatch):
     answering(monkeypatch, lambda asked: "prose" if "fox" in asked else "cut…")
     with pytest.raises(RunFailed, match=r"all 20 answers were dropped \(\d+ truncated, \d+ not_json"):
-        collect.run(folder(tmp_path, "t"), teacher, prompts(tmp_path, texts(20)), settings(keep=KeepConfig(json=True)), seed=0)
+        collect.run(
+            folder(tmp_path, "t"), teacher, prompts(tmp_path, texts(20)), settings(keep=KeepConfig(json=True)), seed=0
+        )
 
 
 def test_run_fails_when_nothing_is_left_to_train_on(tmp_path, teacher):
@@ -208,7 +237,9 @@ def test_run_names_a_teacher_that_fails_its_task(tmp_path, teacher, monkeypatch)
         collect.run(folder(tmp_path, "t"), teacher, source, settings(min_score=0.5), seed=0)
     for part in (teacher.model, "0.300", "10 answers", "min_score 0.5"):
         assert part in str(error.value)
-    assert collect.run(folder(tmp_path, "u"), teacher, source, settings(min_score=0.3), seed=0)["teacher_score"] == pytest.approx(0.3)
+    assert collect.run(folder(tmp_path, "u"), teacher, source, settings(min_score=0.3), seed=0)[
+        "teacher_score"
+    ] == pytest.approx(0.3)
 
 
 def test_run_does_not_go_on_with_a_hopeless_teacher(tmp_path, teacher, monkeypatch):
@@ -223,7 +254,10 @@ def test_run_does_not_go_on_with_a_hopeless_teacher(tmp_path, teacher, monkeypat
 def test_run_refuses_prompts_beyond_the_context_before_any_work(tmp_path, teacher, monkeypatch):
     monkeypatch.setattr(collect, "load_for_stage", lambda *_: pytest.fail("no weights are needed to see this"))
     source = prompts(tmp_path, ["short", "x" * 484, "y" * 490])
-    with pytest.raises(UserError, match=r"line 2: its prompt has \d+ tokens \(and 1 more\); with targets.max_new_tokens 10 .* context of 512"):
+    with pytest.raises(
+        UserError,
+        match=r"line 2: its prompt has \d+ tokens \(and 1 more\); with targets.max_new_tokens 10 .* context of 512",
+    ):
         collect.run(folder(tmp_path, "t"), teacher, source, settings(), seed=0)
 
 
@@ -238,7 +272,13 @@ def test_run_refuses_prompts_beyond_the_context_before_any_work(tmp_path, teache
 )
 def test_run_refuses_rules_that_cannot_be_applied(tmp_path, teacher, keys, checker, words):
     with pytest.raises(UserError, match=words):
-        collect.run(folder(tmp_path, "t"), teacher, prompts(tmp_path, ["a"], references=["text"], checker=checker), settings(**keys), seed=0)
+        collect.run(
+            folder(tmp_path, "t"),
+            teacher,
+            prompts(tmp_path, ["a"], references=["text"], checker=checker),
+            settings(**keys),
+            seed=0,
+        )
 
 
 def test_run_refuses_a_checker_without_references(tmp_path, teacher):
@@ -285,7 +325,10 @@ def test_run_saves_a_quantised_teacher_once_as_plain_weights(tmp_path, teacher, 
     (stale / "model.safetensors").write_text("half")
     collect.run(where, teacher, source, settings(), seed=0)
     assert not list(where.glob(".tmp-*"))
-    plain, original = load_for_stage(TeacherConfig(model="gone", dtype="float32"), where)[0], load_teacher(teacher.model)[0]
+    plain, original = (
+        load_for_stage(TeacherConfig(model="gone", dtype="float32"), where)[0],
+        load_teacher(teacher.model)[0],
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), original.parameters()))
     monkeypatch.setattr(collect, "_save_plain", lambda *_: pytest.fail("it is there already"))
     (where / "shards" / "00001.parquet").unlink()

@@ -93,14 +93,32 @@ def test_generate_prefix_changes_nothing(kind):
 def test_generate_computes_the_prefix_once_and_drops_finished_rows():
     model = tiny_model()
     seen = []
-    handle = model.model.register_forward_pre_hook(lambda _m, _a, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    handle = model.model.register_forward_pre_hook(
+        lambda _m, _a, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
+    widths = []
+    head = model.lm_head.register_forward_pre_hook(lambda _m, args: widths.append(args[0].shape[1]))
     rows = prompts(PREFIX, count=6)
     answers = generate(model, rows, max_new_tokens=20, eos_ids=EOS, prefix=PREFIX, batch_size=6)
     handle.remove()
+    head.remove()
+    assert set(widths) == {1}  # the head runs over last positions only
     longest = max(map(len, rows)) - len(PREFIX)
     alive = [sum(len(a.ids) > step for a in answers) for step in range(1, max(len(a.ids) for a in answers))]
     assert seen == [(1, len(PREFIX)), (6, longest), *[(count, 1) for count in alive]]
     assert alive[-1] < 6
+
+
+def test_generate_batches_prompts_of_like_length():
+    model = tiny_model()
+    seen = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
+    done = []
+    rows = [[5] * n for n in (2, 30, 3, 31)]
+    generate(model, rows, max_new_tokens=1, eos_ids=[], batch_size=2, on_batch=lambda *counts: done.append(counts))
+    assert seen == [(2, 31), (2, 3)] and done == [(2, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -111,7 +129,9 @@ def test_generate_sampled_rows_do_not_depend_on_batch_or_order(kind):
     settings = dict(max_new_tokens=16, eos_ids=EOS, temperature=1.5)
     alone = [generate(model, [r], seeds=[s], **settings)[0].ids for r, s in zip(rows, seeds)]
     order = [4, 0, 6, 2, 5, 1, 3]
-    together = generate(model, [rows[i] for i in order], seeds=[seeds[i] for i in order], prefix=PREFIX, batch_size=5, **settings)
+    together = generate(
+        model, [rows[i] for i in order], seeds=[seeds[i] for i in order], prefix=PREFIX, batch_size=5, **settings
+    )
     assert [a.ids for a in together] == [alone[i] for i in order]
     other = generate(model, rows, seeds=[s + 1 for s in seeds], **settings)
     assert [a.ids for a in other] != alone
@@ -120,7 +140,9 @@ def test_generate_sampled_rows_do_not_depend_on_batch_or_order(kind):
 def test_generate_draws_from_the_distribution():
     model = tiny_model(vocab=12, dtype=torch.float64)
     prompt, count = [3, 4, 5], 4000
-    draws = generate(model, [prompt] * count, max_new_tokens=1, eos_ids=[], temperature=2.0, seeds=list(range(count)), batch_size=500)
+    draws = generate(
+        model, [prompt] * count, max_new_tokens=1, eos_ids=[], temperature=2.0, seeds=list(range(count)), batch_size=500
+    )
     with torch.no_grad():
         expected = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / 2.0, -1)
     found = torch.bincount(torch.tensor([a.ids[0] for a in draws]), minlength=12) / count

@@ -41,14 +41,24 @@ def test_describe_counts_what_the_checkpoint_holds(tmp_path):
     facts = describe(str(folder))
     # the output layer is not tied in tiny models, so every parameter is in the file once
     assert facts["num_parameters"] == sum(p.numel() for p in tiny_model().parameters())
-    assert (facts["context_length"], facts["vocab_size"], facts["num_layers"], facts["num_kv_heads"]) == (512, 259, 2, 2)
+    assert (facts["context_length"], facts["vocab_size"], facts["num_layers"], facts["num_kv_heads"]) == (
+        512,
+        259,
+        2,
+        2,
+    )
     (folder / "model.safetensors").unlink()
     assert describe(str(folder))["num_parameters"] == facts["num_parameters"]  # by its sizes alone
 
 
 def test_describe_reads_a_gguf_header(tmp_path):
     facts = describe(write_header(tmp_path / "t.gguf"))
-    assert (facts["kind"], facts["model_type"], facts["num_parameters"], facts["vocab_size"]) == ("gguf", "llama", 26, 3)
+    assert (facts["kind"], facts["model_type"], facts["num_parameters"], facts["vocab_size"]) == (
+        "gguf",
+        "llama",
+        26,
+        3,
+    )
     assert (facts["context_length"], facts["num_layers"], facts["num_heads"], facts["num_kv_heads"]) == (64, 2, 4, 4)
 
 
@@ -76,10 +86,16 @@ def test_describe_names_a_gguf_cut_short(tmp_path):
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "not a decoder-only"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "not a decoder-only",
+        ),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a decoder-only"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "not a decoder-only"),
-        ({"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"], "auto_map": {"AutoConfig": "x.Y"}}, "no code for model_type 'brand_new'"),
+        (
+            {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"], "auto_map": {"AutoConfig": "x.Y"}},
+            "no code for model_type 'brand_new'",
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, "names no model_type"),
         ([], "names no model_type"),
     ],
@@ -146,7 +162,9 @@ def test_load_teacher_refuses_weights_that_are_not_all_there(tmp_path):
 def test_load_teacher_refuses_an_encoder_dressed_as_causal(tmp_path):
     from transformers import BertConfig, BertLMHeadModel
 
-    model = BertLMHeadModel(BertConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    model = BertLMHeadModel(
+        BertConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    )
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="bert is not a decoder-only"):

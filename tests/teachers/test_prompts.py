@@ -19,7 +19,11 @@ def test_read_prompts_keeps_what_rows_say(tmp_path):
     rows = [
         {"instruction": "one", "reference": {"a": [1, None]}},
         {"id": 7, "instruction": " two ", "reference": "x"},
-        {"id": "c", "instruction": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "three"}], "extra": 1},
+        {
+            "id": "c",
+            "instruction": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "three"}],
+            "extra": 1,
+        },
     ]
     prompts = read_prompts(config(tmp_path, "\n".join(json.dumps(r) for r in rows) + "\n\n"))
     assert [p.messages for p in prompts] == [
@@ -35,7 +39,9 @@ def test_read_prompts_keeps_what_rows_say(tmp_path):
 def test_read_prompts_survives_bom_line_separators_crlf_and_long_lines(tmp_path):
     text = "a\u2028b\u2029c\x85d\x0be"
     long = "x" * 1_000_000
-    data = b"\xef\xbb\xbf" + "\r\n".join(json.dumps({"instruction": t}, ensure_ascii=False) for t in (text, long)).encode()
+    data = (
+        b"\xef\xbb\xbf" + "\r\n".join(json.dumps({"instruction": t}, ensure_ascii=False) for t in (text, long)).encode()
+    )
     data += b"\n" + b'{"instruction": "y", "reference": null}\n' * 1000 + b'{"instruction": "z", "reference": "text"}'
     prompts = read_prompts(config(tmp_path, data))
     assert [p.messages[0]["content"] for p in prompts[:2]] == [text, long]
@@ -101,7 +107,12 @@ def test_split_holds_out_the_share_and_never_moves_an_id():
 def test_read_few_shot_gives_turns_and_names_broken_lines(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text('{"user": "q", "assistant": "a"}\n{"user": "r", "assistant": "b"}\n')
-    assert [(m["role"], m["content"]) for m in read_few_shot(path)] == [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    assert [(m["role"], m["content"]) for m in read_few_shot(path)] == [
+        ("user", "q"),
+        ("assistant", "a"),
+        ("user", "r"),
+        ("assistant", "b"),
+    ]
     assert read_few_shot(None) == []
     path.write_text('{"user": "q", "assistant": "a"}\n{"user": "r"}\n')
     with pytest.raises(UserError, match="line 2: no field `assistant`"):
@@ -117,7 +128,9 @@ def test_fingerprint_follows_content_not_place(tmp_path):
         (folder / "few.jsonl").write_text(json.dumps({"user": few, "assistant": "a"}))
         (folder / "schema.json").write_text(schema)
         prompts = config(folder, json.dumps({"instruction": text, "reference": reference}) + extra)
-        return prompts_fingerprint(prompts, TargetsConfig(few_shot=folder / "few.jsonl", keep=KeepConfig(json_schema=folder / "schema.json")))
+        return prompts_fingerprint(
+            prompts, TargetsConfig(few_shot=folder / "few.jsonl", keep=KeepConfig(json_schema=folder / "schema.json"))
+        )
 
     same = take(tmp_path / "a")
     assert take(tmp_path / "b", extra="\n\n") == same

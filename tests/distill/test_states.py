@@ -1,0 +1,105 @@
+"""Every state: deterministic by key, at least one mask a block, and its own promise."""
+
+import numpy as np
+import pytest
+
+from fewstep.distill.config import AdaptConfig, DistillConfig
+from fewstep.distill.examples import Sample, draw_example, epoch_steps, keyed_rng, micro_batches
+from fewstep.distill.states import noise, suffix, trajectory
+from fewstep.students.layout import block_index, filled_length
+
+EOS = 1
+
+
+def sample(length=21, finished=True, order=False, sid="a"):
+    response = np.arange(3, 3 + length)
+    made = Sample(sid, np.array([5, 6]), response, finished, None, None, None)
+    made.order = keyed_rng("order").permutation(length) if order else None
+    return made
+
+
+def has_a_mask_in_every_block(masks, block):
+    return all(m[block == b].any() for m in masks for b in range(block[-1] + 1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_states_mask_every_block(seed):
+    block = block_index(23, 8, 3)
+    rng = np.random.default_rng(seed)
+    for drawn in (
+        noise.masks(block, rng, 0.0, 0.05, 3),
+        suffix.masks(block, rng, 3),
+        trajectory.masks(block, rng.permutation(23), rng, 0.0, 0.1, 3),
+    ):
+        assert drawn.shape == (3, 23) and has_a_mask_in_every_block(drawn, block)
+
+
+def test_noise_levels_are_spread_evenly_over_a_samples_blocks():
+    block = block_index(4000, 1000, 1000)
+    share = noise.masks(block, np.random.default_rng(0), 0.0, 1.0, 5).reshape(5, 4, 1000).mean(-1)
+    gaps = np.diff(np.sort(share.flatten()))
+    assert np.abs(gaps - 1 / 20).max() < 0.06  # 20 levels, 1/20 apart; 1000 draws each have a deviation of ≤0.016
+
+
+def test_suffix_masks_reach_the_end_of_their_block():
+    block = block_index(24, 8, 8)
+    for m in suffix.masks(block, np.random.default_rng(1), 4):
+        for b in range(3):
+            inside = m[block == b]
+            assert inside[-1] and not (np.diff(inside.astype(int)) < 0).any()
+
+
+def test_trajectory_masks_the_positions_decided_last():
+    block = block_index(8, 8, 8)
+    order = np.array([3, 0, 7, 1, 2, 6, 5, 4])
+    masked = trajectory.masks(block, order, np.random.default_rng(0), 0.5, 0.5, 1)[0]
+    assert sorted(order[masked]) == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="record it anew"):
+        trajectory.masks(block, order[:-1], np.random.default_rng(0), 0.5, 0.5, 1)
+
+
+@pytest.mark.parametrize("config", [AdaptConfig(complementary=True), DistillConfig()], ids=["adapt", "distill"])
+def test_examples_depend_on_seed_epoch_and_sample_alone(config):
+    def draw(*key, **kw):
+        return draw_example(sample(order=True, **kw), config, 8, EOS, *key, 0.5)
+
+    a, b = draw(0, 3), draw(0, 3)
+    assert np.array_equal(a.masks, b.masks) and np.array_equal(a.block, b.block)
+    others = [draw(1, 3), draw(0, 4), draw(0, 3, sid="b")]
+    assert any(x.masks.shape != a.masks.shape or not np.array_equal(x.masks, a.masks) for x in others)
+
+
+def test_complementary_copies_supervise_every_position():
+    config = AdaptConfig(complementary=True)
+    for epoch in range(20):
+        e = draw_example(sample(), config, 8, EOS, 0, epoch, 0.0)
+        assert e.masks.shape[0] == 2 and e.masks.any(0).all()
+        assert has_a_mask_in_every_block(e.masks, e.block)
+
+
+@pytest.mark.parametrize("length, first", [(1, 1), (5, 8), (8, 8), (9, 8), (21, 3), (3, 3), (4, 3)])
+def test_last_block_is_filled_and_a_cut_response_gets_no_eos(length, first):
+    n = filled_length(length, 8, first)
+    assert n >= length and n - length < 8 and (n == first or (n - first) % 8 == 0)
+    config = AdaptConfig(random_offset=0.0)
+    whole, cut = (draw_example(sample(length, f), config, 8, EOS, 0, 0, 0.0) for f in (True, False))
+    assert (whole.noisy[length:] == EOS).all() and len(whole.noisy) % 8 == 0
+    assert len(cut.noisy) == length
+
+
+def test_every_sample_is_in_one_step_of_an_epoch_whatever_the_world():
+    costs = np.random.default_rng(0).integers(20, 200, 137).tolist()
+    for least in (1, 4):
+        steps = epoch_steps(costs, 900, 0, 2, least)
+        assert sorted(i for s in steps for i in s) == list(range(137))
+        assert min(map(len, steps)) >= least
+        assert steps == epoch_steps(costs, 900, 0, 2, least) != epoch_steps(costs, 900, 0, 3, least)
+        assert np.mean([max(costs[i] for i in s) * len(s) <= 900 for s in steps]) > 0.9
+
+
+def test_ranks_and_accumulation_deal_the_same_groups():
+    step = list(range(11))
+    two_ranks = micro_batches(step, 2, 1)
+    two_micro = micro_batches(step, 1, 2)
+    assert [two_ranks[0][0], two_ranks[1][0]] == two_micro[0]
+    assert sorted(i for rank in micro_batches(step, 2, 3) for group in rank for i in group) == step

@@ -23,7 +23,7 @@ def visible(value: object) -> str:
 
 def text(value: object) -> str:
     """Return the text escaped for element content and for quoted attributes."""
-    return html.escape(visible(value), quote=False)
+    return html.escape(visible(value), quote=True)
 
 
 def tag(name: str, inner: str, cls: str = "", **attributes: str) -> str:

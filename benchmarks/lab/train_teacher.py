@@ -1,9 +1,10 @@
 """Train the small booking teacher: a Llama of about 3M parameters, from random weights, on one core.
 
     python benchmarks/lab/train_teacher.py
-    python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 5e-4 --seed 2
+    python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 5e-4 --seed 2 --eval-rows 1000
+    python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 3e-4 --seed 3 --eval-rows 1000
 
-The second command goes on from the first one's checkpoint. The rows are generated without end from the
+The later commands go on from the checkpoint of the one before. The rows are generated without end from the
 training templates only, each seen once. The model is measured greedily on rows of the evaluation
 templates, in float32, after its bfloat16 weights were saved and loaded back.
 

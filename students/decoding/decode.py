@@ -4,11 +4,14 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from . import fixed
-from . import threshold as threshold_sampler
+# transformers copies what it finds in `from .file import name`; `from . import file` would not travel
 from .denoise import denoise
+from .fixed import check as check_steps
+from .fixed import select as select_fixed
 from .forward import Forward
 from .rows import Row
+from .threshold import check as check_threshold
+from .threshold import select as select_threshold
 from .verify import verify
 
 SAMPLERS = ("ar", "fixed", "threshold", "verify")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from builders import EOS, FAMILIES, MASK, student
+from tests.students.builders import EOS, FAMILIES, MASK, student
 
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.forward import Forward

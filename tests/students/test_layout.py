@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, MASK, student
+from tests.students.builders import FAMILIES, MASK, student
 
 from fewstep.students.decoding.forward import Forward
 from fewstep.students.layout import CLEAN, Example, allowed, block_index, body_hidden, build_batch, filled_length

@@ -11,15 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fewstep.distill.config import PUBLISH_VERSION, TRAINING_VERSION
 from fewstep.distill.recipe import Recipe
 from fewstep.errors import UserError
+from fewstep.eval.config import EVAL_VERSION, REPORT_VERSION
 from fewstep.runstore import stage_hash
-from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers.config import TARGETS_VERSION, PromptsConfig
 from fewstep.teachers.load import teacher_fingerprint
 from fewstep.teachers.prompts import prompts_fingerprint
 
-# Raise a stage's number when the same recipe would now give other outputs: the stage and all after it run again.
-VERSIONS = {"targets": 1, "adapt": 1, "distill": 1, "eval": 1, "report": 1, "publish": 1}
+# A stage's number stands in its room's config.py and is raised when the same recipe would give other outputs.
+VERSIONS = {
+    "targets": TARGETS_VERSION,
+    "adapt": TRAINING_VERSION,
+    "distill": TRAINING_VERSION,
+    "eval": EVAL_VERSION,
+    "report": REPORT_VERSION,
+    "publish": PUBLISH_VERSION,
+}
 STAGES = tuple(VERSIONS)
 TRAINED = ("adapt", "distill")
 NOT_HASHED = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}  # cadence: how often, not what

@@ -6,6 +6,9 @@ from pydantic import BeforeValidator, Field
 
 from fewstep.schema import Config
 
+TRAINING_VERSION = 1  # raised when the same recipe would now train another student
+PUBLISH_VERSION = 1  # raised when a repository would now hold other files
+
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]
 
 

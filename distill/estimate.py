@@ -20,6 +20,7 @@ CPU_FORWARD_S_PER_LAYER = 3e-4  # what one forward of one layer costs however sm
 CPU_BYTES_PER_S = 1e10  # at which weights stream from memory
 ADAM_BYTES = 16  # weight, gradient and two moments in float32
 BLOCKS_PER_ANSWER = 2.5  # forwards that a block takes, commits included, in the estimate of few-step decoding
+PROCESS_BYTES = 8.5e8  # Python, torch and DeepSpeed before any model
 GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
 
 
@@ -134,7 +135,7 @@ def _targets(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
     return Need(
         tokens=answers,
         flops=2.0 * num_parameters * (prefix + prompt + answers),
-        memory=4 * num_parameters + _cache_bytes(facts, longest * config.batch_size) + 5e8,
+        memory=4 * num_parameters + _cache_bytes(facts, longest * config.batch_size) + PROCESS_BYTES,
         disk=answers * per_token + 8 * prompt + saved,
         forwards=-(-len(rows) // config.batch_size) * config.max_new_tokens,
     )
@@ -169,7 +170,7 @@ def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameter
     return Need(
         tokens=positions,
         flops=(6.0 if config.lora is None else 4.0) * num_parameters * positions + decoding,
-        memory=ADAM_BYTES * learns + 4 * frozen + activations + 5e8,
+        memory=ADAM_BYTES * learns + 4 * frozen + activations + PROCESS_BYTES,
         disk=4 * (num_parameters + learns) + checkpoint * (config.save_total_limit + 1) + 8 * ordered,
         forwards=3.0 * config.max_steps * config.gradient_accumulation_steps + ordered / 16,
     )
@@ -191,5 +192,5 @@ def _eval(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
         positions = len(rows) * (few_step * blocks * BLOCKS_PER_ANSWER * recipe.student.block_size + plain * answer)
         flops += 2.0 * num_parameters * (positions + _prompt_tokens(rows) * (few_step + plain))
         forwards += (batches + timed) * (few_step * blocks * BLOCKS_PER_ANSWER + plain * answer)
-    memory = 3 * 4 * num_parameters + _cache_bytes(facts, config.batch_size * 2 * answer) + 5e8
+    memory = 3 * 4 * num_parameters + _cache_bytes(facts, config.batch_size * 2 * answer) + PROCESS_BYTES
     return Need(tokens=tokens, flops=flops, memory=memory, disk=60.0 * tokens, forwards=forwards)

@@ -32,7 +32,6 @@ from fewstep.students.convert import load_causal_lm, load_student, make_student,
 from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
 
-VERSION = 1
 HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
 
 

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 
 from fewstep.schema import Config
 
+EVAL_VERSION = 1  # raised whenever a change could change a figure
+REPORT_VERSION = 1  # raised when the same figures would now be shown otherwise
+
 
 class TaskConfig(Config):
     """One task: prompts whose answers can be checked."""

@@ -132,7 +132,7 @@ def not_measured(results: dict) -> str:
     found: dict[tuple[str, str], list[str]] = {}
     for row in results["rows"]:
         for key, why in row["not_measured"].items():
-            if key not in DERIVED and key != "cost":
+            if key not in DERIVED:
                 found.setdefault((METRICS.get(key, key), why), []).append(row_name(row))
     total = len(results["rows"])
     items = "".join(tag("li", f"<b>{text(m['what'])}</b>: {text(m['why'])}.") for m in results["not_measured"])

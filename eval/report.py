@@ -12,12 +12,11 @@ import pyarrow.parquet as pq
 
 from fewstep import runstore
 from fewstep.eval import card, plots, verdict
+from fewstep.eval.config import REPORT_VERSION
 from fewstep.eval.markup import page, section, tag, text
 from fewstep.eval.provenance import definitions, effort_levels, not_measured, what_ran
 from fewstep.eval.samples import choose, sample_html
 from fewstep.eval.tables import SYSTEMS, Row, brackets, more_table, results_table, row_name
-
-VERSION = 1
 
 MARKS = {"threshold": "circle", "fixed": "square", "verify": "diamond", "ar": "ring"}
 HELD_OUT = "held_out_"  # prefix of the held-out losses in metrics.jsonl
@@ -42,7 +41,7 @@ def run(folder: Path, manifests: dict[str, dict], eval_folder: Path, recipe: dic
     training = {stage: lines for stage, lines in training.items() if lines}
     content = {
         "schema": 1,
-        "version": VERSION,
+        "version": REPORT_VERSION,
         "name": recipe.get("name"),
         "verdicts": results["verdicts"],
         "results": results,

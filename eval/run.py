@@ -21,7 +21,7 @@ from fewstep import chat, runstore, signals
 from fewstep.errors import UserError
 from fewstep.eval import quality, speed, stats, tasks_by_name, verdict
 from fewstep.eval.assemble import Cell, Speed, Task, assemble
-from fewstep.eval.config import EvalConfig
+from fewstep.eval.config import EVAL_VERSION, EvalConfig
 from fewstep.eval.quality import Answers
 from fewstep.eval.samples import SCHEMA, settings_key
 from fewstep.eval.speed import Contestant
@@ -30,8 +30,6 @@ from fewstep.progress import progress
 from fewstep.students.decoding import decode
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
 from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
-
-VERSION = 1  # raised whenever a change here could change a figure
 
 STOPPED = "finished rows are in partial/; the same command goes on from there"
 
@@ -76,7 +74,7 @@ def run(
         items = module.load(entry.path, entry.field, entry.limit)
         task = Task(entry.name, module.VERSION, items, module.prompt_hash(items), module.score, {})
         for cell in cells:
-            name = _digest(VERSION, task.name, task.prompt_hash, limit, cell.key)
+            name = _digest(EVAL_VERSION, task.name, task.prompt_hash, limit, cell.key)
             task.answers[cell.key] = _kept(
                 partial / f"{cell.system}-{cell.sampler}-{name}.json",
                 lambda cell=cell, task=task: _answer(task, cell, models, limit, config.batch_size).to_dict(),
@@ -84,7 +82,7 @@ def run(
             )
         models.drop("undistilled")
         count = min(config.speed_prompts, len(items))
-        name = _digest(VERSION, task.name, task.prompt_hash, limit, count)
+        name = _digest(EVAL_VERSION, task.name, task.prompt_hash, limit, count)
         task.speed = _kept(
             partial / f"speed-{name}.json",
             lambda task=task, count=count: _time(task, cells, models, limit, count).to_dict(),
@@ -99,7 +97,7 @@ def run(
         "max_loss": config.max_loss,
         "bootstrap": {"draws": stats.DRAWS, "level": stats.LEVEL},
     }
-    results, levels = assemble(measured, cells, facts, teacher.model, settings, config.baselines, VERSION)
+    results, levels = assemble(measured, cells, facts, teacher.model, settings, config.baselines, EVAL_VERSION)
     _write_samples(folder / "samples.parquet", measured, cells, models)
     runstore.write_atomic(folder / "effort.json", _json(levels))
     runstore.write_atomic(folder / "results.json", _json(results))

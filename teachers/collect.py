@@ -25,9 +25,6 @@ from fewstep.teachers.generate import Generation, Prefix, generate, prefill_pref
 from fewstep.teachers.load import SAVED, describe, kind_of, load_for_stage, load_tokenizer
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts, split
 
-VERSION = 1  # raise it when the same inputs give other shards
-
-
 @dataclass
 class Work:
     """Everything that is known before the first answer."""

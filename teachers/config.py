@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from fewstep.schema import Config
 
+TARGETS_VERSION = 1  # raised when the same inputs would give other shards: the stage and all after it run again
+
 
 class TeacherConfig(Config):
     """Which autoregressive checkpoint answers the prompts."""

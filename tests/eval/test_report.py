@@ -10,7 +10,7 @@ import pytest
 import synthetic
 import yaml
 
-from fewstep.eval import card, markup, provenance, report, samples
+from fewstep.eval import card, markup, plots, provenance, report, samples
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -184,6 +184,17 @@ def test_hostile_text_stays_text(marked, text):
     assert header["library_name"] == "transformers"
     body = re.sub(r"```.*?```", "", written_card.split("---\n", 2)[2], flags=re.S)
     assert not re.search(r"(?<!\\)[<>]|(?<!\\)\]\(", body)  # neither HTML nor a link
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_attribute_values_stay_values(text):
+    page = Page(markup.tag("td", "", title=text) + plots.curve([], None, 300, x_title=text, y_title=text, title=text))
+    assert [(t, k) for t, k, _ in page.attributes if k in ("title", "aria-label")] == [
+        ("td", "title"),
+        ("svg", "aria-label"),
+    ]
+    assert not [k for _, k, _ in page.attributes if k in ACTIVE or k.startswith("on")]
+    assert set(page.tags) <= ALLOWED and not page.odd
 
 
 def test_every_token_carries_the_forward_that_committed_it(written):

@@ -31,6 +31,12 @@ def test_rows_come_back_as_written_in_the_order_of_shards(tmp_path):
     assert [p.name for p in sorted((tmp_path / "shards").iterdir())] == ["00000.parquet", "00001.parquet"]
 
 
+def test_order_of_rows_is_that_of_shard_names_not_of_the_folder(tmp_path):
+    for i in (7, 2, 9, 0, 4, 1, 8, 3, 6, 5):
+        write_shard(tmp_path / f"{i:05d}.parquet", [row(str(i))])
+    assert [r["sample_id"] for r in read_rows(tmp_path, columns=["sample_id"])] == [str(i) for i in range(10)]
+
+
 def test_shard_without_log_probabilities_is_readable(tmp_path):
     bare = {**row("a"), "topk_ids": [[], []], "topk_logprobs": [[], []]}
     write_shard(tmp_path / "00000.parquet", [bare])

@@ -7,6 +7,20 @@ from fewstep.errors import UserError
 OPEN = "·"  # a position that is not decided yet
 
 
+def student_folder(student: str) -> Path:
+    """Return the folder of a student, given it or the stage's folder that holds it.
+
+    Raises:
+        UserError: no student there.
+    """
+    folder = Path(student)
+    if (folder / "student").is_dir():
+        folder = folder / "student"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"STUDENT {student}: no config.json there; give a folder such as runs/distill-…/student")
+    return folder
+
+
 def answer(
     student: str, prompt: str, sampler: str, max_new_tokens: int, show_steps: bool, **settings: float | None
 ) -> str:
@@ -19,11 +33,7 @@ def answer(
     Raises:
         UserError: no student there, or settings that do not go together.
     """
-    folder = Path(student)
-    if (folder / "student").is_dir():
-        folder = folder / "student"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"STUDENT {student}: no config.json there; give a folder such as runs/distill-…/student")
+    folder = student_folder(student)
     if not prompt.strip():
         raise UserError("PROMPT is empty; give the user's message")
     from fewstep.chat import encode_prompt, eos_ids

@@ -62,4 +62,3 @@ def latest(root: Path) -> tuple[Path, dict] | None:
 
 def _complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step-*") if (p / "checkpoint.json").is_file())
-

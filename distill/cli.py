@@ -1,5 +1,6 @@
 """The command `fewstep`. Imports here are light: each command imports what it needs when it runs."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="dotted recipe keys to set")]
+Student = Annotated[str, typer.Argument(metavar="STUDENT", help="a student's folder, or the stage's that made it")]
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="where the stages' folders are")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -31,6 +33,7 @@ def _run(recipe: str, overrides: list[str] | None, runs: Path, only: str | None 
     from fewstep.distill.pipeline import run
     from fewstep.distill.recipe import load_recipe
 
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' loading bars; stages show their own progress
     signals.install()
     folders = run(load_recipe(recipe, overrides or []), runs, only, say=lambda line: print(line, flush=True))
     if only in (None, "report"):
@@ -94,7 +97,7 @@ def doctor(json: AsJson = False) -> None:
 
 @app.command()
 def generate(
-    student: Annotated[str, typer.Argument(metavar="STUDENT", help="a student's folder, or the stage's that made it")],
+    student: Student,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the user's message")],
     sampler: Annotated[str, typer.Option(help="ar, fixed, threshold or verify")] = "threshold",
     threshold: Annotated[float | None, typer.Option(help="threshold: commit what is at least this sure")] = None,
@@ -118,6 +121,43 @@ def generate(
             steps=steps,
         )
     )
+
+
+@app.command()
+def bench(
+    student: Student,
+    against: Annotated[str | None, typer.Option(metavar="TEACHER", help="time this teacher's AR decoding too")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="rows with `instruction`; default: eight built-in prompts")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="use only the first rows of --prompts")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="the most tokens to generate")] = 128,
+    threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the sampler threshold")] = 0.9,
+    json: AsJson = False,
+) -> None:
+    """Time a student at batch 1, beside AR decoding."""
+    from fewstep import signals
+    from fewstep.distill.bench import as_text, measure
+
+    signals.install()
+    facts = measure(student, against, prompts, limit, max_new_tokens, threshold)
+    print(_json(facts) if json else as_text(facts))
+
+
+@app.command()
+def serve(
+    student: Student,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    max_batch: Annotated[int, typer.Option(min=1, help="the most prompts decoded together")] = 8,
+) -> None:
+    """Serve a student over OpenAI's API (key: FEWSTEP_API_KEY)."""
+    from fewstep.distill.answering import student_folder
+
+    folder = student_folder(student)  # before anything heavy is imported
+    from fewstep.serve.server import run
+
+    run(folder, host, port, max_batch)
 
 
 def _json(facts: dict) -> str:

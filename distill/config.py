@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from fewstep.errors import UserError
 from fewstep.schema import Config
 
 TRAINING_VERSION = 1  # raised when the same recipe would now train another student
@@ -17,7 +18,9 @@ class LoraConfig(Config):
 
     rank: int = Field(64, ge=1)
     alpha: float | None = Field(None, description="default: the rank, so a scale of 1")
-    gated: bool = Field(False, description="adapters act on noisy positions only: the clean stream stays the untouched teacher")
+    gated: bool = Field(
+        False, description="adapters act on noisy positions only: the clean stream stays the untouched teacher"
+    )
 
 
 class ObjectiveConfig(Config):
@@ -58,20 +61,38 @@ class TrainingConfig(Config):
     warmup_ratio: Float = Field(0.03, ge=0.0, le=1.0)
     weight_decay: Float = Field(0.0, ge=0.0)
     max_grad_norm: Float = Field(1.0, gt=0.0)
-    objectives: dict[str, Objective] = Field(description="objective name → weight, or {weight, from, to, over, temperature}")
+    objectives: dict[str, Objective] = Field(
+        description="objective name → weight, or {weight, from, to, over, temperature}"
+    )
     lora: LoraConfig | None = Field(None, description="null: full weights")
-    order: Literal["noise", "trajectory", "nll"] = Field("noise", description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most")
+    order: Literal["noise", "trajectory", "nll"] = Field(
+        "noise",
+        description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most",
+    )
     noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
-    suffix: Float = Field(0.0, ge=0.0, le=1.0, description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target")
+    suffix: Float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target",
+    )
     copies: int = Field(1, ge=1, description="noisy copies of a response that share its clean stream")
     complementary: bool = Field(False, description="add to each copy one with the complementary mask")
-    block_sizes: tuple[int, ...] | None = Field(None, description="curriculum: block sizes in equal phases; default: student.block_size throughout")
-    random_offset: Float = Field(0.5, ge=0.0, le=1.0, description="share of samples whose first block has a random length, as `verify` needs")
+    block_sizes: tuple[int, ...] | None = Field(
+        None, description="curriculum: block sizes in equal phases; default: student.block_size throughout"
+    )
+    random_offset: Float = Field(
+        0.5, ge=0.0, le=1.0, description="share of samples whose first block has a random length, as `verify` needs"
+    )
     fill_weight: Float = Field(0.1, ge=0.0, description="loss weight of the EOS fill after the first EOS")
     logging_steps: int = Field(10, ge=1)
     eval_steps: int = Field(50, ge=1, description="steps between held-out losses")
     save_steps: int = Field(50, ge=1)
     save_total_limit: int = Field(2, ge=1)
+
+    def used(self) -> set[str]:
+        """Return the names of the objectives that ever have a weight above 0."""
+        return {name for name, o in self.objectives.items() if max(o.at(0.0), o.at(1.0)) > 0}
 
 
 class AdaptConfig(TrainingConfig):
@@ -97,13 +118,43 @@ class DistillConfig(TrainingConfig):
     suffix: Float = Field(0.5, ge=0.0, le=1.0)
 
 
+def check_training(stage: str, config: TrainingConfig, attention: str, gated: bool) -> None:
+    """Raise UserError for an objective or setting that this kind of student cannot have.
+
+    Args:
+        attention: the student's pattern.
+        gated: whether its clean stream is frozen: adapt put gated adapters on it.
+    """
+    if not config.used():
+        raise UserError(f"{stage}.objectives: no objective has a weight above 0; give one, such as ce: 1.0")
+    if gated and "ar" in config.used():
+        raise UserError(
+            f"{stage}.objectives.ar: the clean stream of a gated LoRA is the untouched teacher and learns nothing; set it to 0"
+        )
+    if stage == "distill" and config.lora is not None and config.lora.gated != gated:
+        raise UserError(
+            f"distill.lora.gated: {config.lora.gated}, where adapt.lora.gated is {gated}; remove distill.lora or make them agree"
+        )
+    if attention == "bidirectional":
+        if "ar" in config.used():
+            raise UserError(f"{stage}.objectives.ar: a bidirectional student has no clean response stream; set it to 0")
+        if config.copies > 1 or config.complementary:
+            raise UserError(
+                f"{stage}.copies: a bidirectional student takes one noisy copy; set copies: 1 and complementary: false"
+            )
+        if config.random_offset:
+            raise UserError(f"{stage}.random_offset: a bidirectional student has no blocks to shift; set it to 0")
+
+
 class EngineConfig(Config):
     """What runs the optimizer steps; never part of a stage's hash, but for `precision` and `threads`."""
 
     name: Literal["deepspeed", "plain"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: fp32 on a CPU, bf16 on a GPU")
-    threads: int | None = Field(None, ge=1, description="CPU threads; bit-exact repeats need the same count. Default: all cores")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads; bit-exact repeats need the same count. Default: all cores"
+    )
 
 
 class WandbConfig(Config):

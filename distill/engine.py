@@ -95,7 +95,6 @@ class DeepSpeedEngine:
 
     def __init__(self, config: EngineConfig, module, optimizer, accumulation: int, max_grad_norm: float):
         self.zero_stage = config.zero_stage
-        _prepare_environment()
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -125,9 +124,15 @@ class DeepSpeedEngine:
         engine, _ = accelerator.prepare(module, optimizer)
         unset_hf_deepspeed_config()  # or transformers would load the next stage's model in ZeRO-3 partitions
         if type(engine).__name__ != "DeepSpeedEngine" or engine.zero_optimization_stage() != config.zero_stage:
-            raise RunFailed(f"asked for DeepSpeed ZeRO-{config.zero_stage}, Accelerate returned {type(engine).__name__}")
+            raise RunFailed(
+                f"asked for DeepSpeed ZeRO-{config.zero_stage}, Accelerate returned {type(engine).__name__}"
+            )
         self.engine, self.accelerator, self.module = engine, accelerator, engine.module
-        self.rank, self.world_size, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
+        self.rank, self.world_size, self.device = (
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.device,
+        )
         self.accumulation = accumulation
 
     def forward(self, *args):
@@ -168,7 +173,9 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         path, _ = self.engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
         if path is None:
-            raise RunFailed(f"checkpoint {folder}: DeepSpeed could not load it; delete the folder to start the stage anew")
+            raise RunFailed(
+                f"checkpoint {folder}: DeepSpeed could not load it; delete the folder to start the stage anew"
+            )
 
     @contextmanager
     def whole_weights(self):
@@ -181,8 +188,13 @@ class DeepSpeedEngine:
             yield
 
 
-def _prepare_environment() -> None:
-    """Make DeepSpeed start on a bare machine: no MPI, no launcher, no two-minute compile."""
+def prepare_environment(config: EngineConfig) -> None:
+    """Make DeepSpeed start on a bare machine: no MPI, no launcher, no two-minute compile.
+
+    Called before a model is loaded, because transformers imports DeepSpeed then.
+    """
+    if config.name != "deepspeed":
+        return
     if "RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

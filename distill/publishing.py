@@ -43,10 +43,14 @@ def run(folder: Path, config: PublishConfig, student: Path, report: Path, effort
         status = getattr(error.response, "status_code", None)
         reason = str(error).strip().splitlines()[0]
         if status in (401, 403):
-            raise UserError(f"publish.repo={config.repo}: the Hub refuses ({reason}); set HF_TOKEN to a token that may write there") from None
+            raise UserError(
+                f"publish.repo={config.repo}: the Hub refuses ({reason}); set HF_TOKEN to a token that may write there"
+            ) from None
         raise RunFailed(f"publish {config.repo}: {reason}; the same command tries again") from None
     except OSError as error:
-        raise RunFailed(f"publish {config.repo}: the Hub cannot be reached ({type(error).__name__}); the same command tries again") from None
+        raise RunFailed(
+            f"publish {config.repo}: the Hub cannot be reached ({type(error).__name__}); the same command tries again"
+        ) from None
     return {"repo": config.repo, "url": str(address), "commit": commit.oid, "private": config.private}
 
 

@@ -16,7 +16,14 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 import fewstep
-from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, PublishConfig, TrackConfig
+from fewstep.distill.config import (
+    AdaptConfig,
+    DistillConfig,
+    EngineConfig,
+    PublishConfig,
+    TrackConfig,
+    check_training,
+)
 from fewstep.errors import UserError
 from fewstep.eval.config import EvalConfig
 from fewstep.schema import Config
@@ -46,30 +53,16 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _sections_agree(self):
+        gated = self.adapt.lora is not None and self.adapt.lora.gated
+        if gated and (self.targets.few_shot or self.targets.system_prompt):
+            raise ValueError(
+                "adapt.lora.gated: the untouched teacher must see its own prompt; remove targets.few_shot and targets.system_prompt, or set gated to false"
+            )
         for stage, config in self.training().items():
-            weights = {
-                name: max(o.weight or 0.0, 0.0 if o.weight is not None else max(o.start, o.end))
-                for name, o in config.objectives.items()
-            }
-            used = {name for name, weight in weights.items() if weight > 0}
-            if not used:
-                raise ValueError(f"{stage}.objectives: no objective has a weight above 0; give one, such as ce: 1.0")
-            if "kd" in used and self.targets.top_logprobs == 0:
+            check_training(stage, config, self.student.attention, gated)
+            if "kd" in config.used() and self.targets.top_logprobs == 0:
                 raise ValueError(
                     f"{stage}.objectives.kd: needs the teacher's log-probabilities, and targets.top_logprobs is 0; set it to 16"
-                )
-            gated = config.lora is not None and config.lora.gated
-            if gated and "ar" in used:
-                raise ValueError(
-                    f"{stage}.objectives.ar: the clean stream of a gated LoRA is the untouched teacher and learns nothing; set it to 0"
-                )
-            if gated and (self.targets.few_shot or self.targets.system_prompt):
-                raise ValueError(
-                    f"{stage}.lora.gated: the untouched teacher must see its own prompt; remove targets.few_shot and targets.system_prompt, or set gated to false"
-                )
-            if self.student.attention == "bidirectional" and "ar" in used:
-                raise ValueError(
-                    f"{stage}.objectives.ar: a bidirectional student has no clean response stream; set it to 0 or student.attention to block"
                 )
         if self.student.attention == "bidirectional" and any(s.name == "verify" for s in self.eval.samplers):
             raise ValueError(

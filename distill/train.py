@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from fewstep.distill import checkpoints, trajectories
-from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig
-from fewstep.distill.engine import build_engine, training_dtype
+from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
+from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
 from fewstep.distill.examples import (
     Sample,
     cost,
@@ -62,13 +62,16 @@ def run(
         RunFailed: a loss that is not finite, by step; the last good checkpoint is named.
         Stopped: a signal came; the state is saved.
     """
+    prepare_environment(engine)
     torch.manual_seed(seed)
     model, tokenizer, adapter = _load(stage, config, student, source, seed, training_dtype(engine.precision))
     facts = model.config.fewstep
     samples, held_out = read_samples(targets, "train"), read_samples(targets, "held_out")[:HELD_OUT_ROWS]
     samples, too_long = _fitting(samples, model)
     if not samples:
-        raise RunFailed(f"{stage}: no target fits into the model's context ({too_long} are longer); shorten the prompts")
+        raise RunFailed(
+            f"{stage}: no target fits into the model's context ({too_long} are longer); shorten the prompts"
+        )
     held_out, _ = _fitting(held_out, model)
     if config.order == "trajectory":
         trajectories.record(model, samples, folder / "trajectories", facts["block_size"])
@@ -108,7 +111,9 @@ def run(
 
     least = worker.world_size * config.gradient_accumulation_steps
     if len(samples) < least:
-        raise RunFailed(f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps")
+        raise RunFailed(
+            f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps"
+        )
     plan = _StepPlan(samples, config, facts["block_size"], seed, least)
     last: dict[str, float] = {}
     started = time.perf_counter()
@@ -164,7 +169,9 @@ def run(
             if done % config.save_steps == 0 or done == config.max_steps or signum:
                 save_state(done)
             if signum and done < config.max_steps:
-                raise Stopped(signum, f"{stage}: stopped after step {done}; its state is saved, the same command goes on")
+                raise Stopped(
+                    signum, f"{stage}: stopped after step {done}; its state is saved, the same command goes on"
+                )
     with worker.whole_weights():
         if is_main:
             _write_student(model, tokenizer, folder, adapter, engine)
@@ -231,28 +238,12 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
                     f"{stage}.lora: the student carries a gated adapter of rank {spec['rank']}, which is trained on; "
                     f"remove {stage}.lora or repeat it"
                 )
+            check_training(stage, config, facts["attention"], gated=True)
             return model, tokenizer, Adapter(spec["rank"], spec["alpha"], True)
-        if lora is not None and lora.gated:
-            raise UserError(f"{stage}.lora.gated: adapt trained the clean stream already; gate the adapter in adapt.lora")
-    check_objectives(stage, config, facts["attention"], facts["adapter"] == "gated")
+    check_training(stage, config, facts["attention"], facts["adapter"] == "gated")
     if lora is None:
         return model.requires_grad_(True), tokenizer, None
     return model, tokenizer, apply_lora(model, lora.rank, lora.alpha, lora.gated, facts["mask_token_id"])
-
-
-def check_objectives(stage: str, config: TrainingConfig, attention: str, gated: bool) -> None:
-    """Raise UserError for an objective or setting that this kind of student cannot have."""
-    weight = config.objectives.get("ar")
-    wants_ar = weight is not None and weight.weight != 0.0
-    if wants_ar and gated:
-        raise UserError(f"{stage}.objectives.ar: a gated student's clean stream is frozen; set it to 0")
-    if attention == "bidirectional":
-        if wants_ar:
-            raise UserError(f"{stage}.objectives.ar: a bidirectional student has no clean stream; set it to 0")
-        if config.copies > 1 or config.complementary:
-            raise UserError(f"{stage}.copies: a bidirectional student takes one noisy copy; set copies: 1, complementary: false")
-    if config.random_offset and attention == "bidirectional":
-        raise UserError(f"{stage}.random_offset: a bidirectional student has no blocks to shift; set it to 0")
 
 
 def _fitting(samples: list[Sample], model) -> tuple[list[Sample], int]:

@@ -24,7 +24,9 @@ class SamplerConfig(Config):
     """One sampler; a list as a setting means one row of results for each value."""
 
     name: Literal["fixed", "threshold", "verify"]
-    threshold: float | list[float] | None = Field(None, description="threshold: commit positions at least this confident")
+    threshold: float | list[float] | None = Field(
+        None, description="threshold: commit positions at least this confident"
+    )
     steps: int | list[int] | None = Field(None, description="fixed: denoising steps a block")
     block_size: int | list[int] | None = Field(None, description="default: the student's own")
 
@@ -49,9 +51,16 @@ class EvalConfig(Config):
     """What is measured, and against whom."""
 
     tasks: list[TaskConfig] = Field(default_factory=list)
-    samplers: list[SamplerConfig] = Field(default_factory=lambda: [SamplerConfig(name="threshold", threshold=[0.5, 0.7, 0.9, 0.95]), SamplerConfig(name="verify")])
+    samplers: list[SamplerConfig] = Field(
+        default_factory=lambda: [
+            SamplerConfig(name="threshold", threshold=[0.5, 0.7, 0.9, 0.95]),
+            SamplerConfig(name="verify"),
+        ]
+    )
     baselines: list[Literal["teacher", "undistilled"]] = ["teacher", "undistilled"]
     max_new_tokens: int | None = Field(None, ge=1, description="default: targets.max_new_tokens")
     batch_size: int = Field(8, ge=1, description="prompts decoded together when only quality is measured")
     speed_prompts: int = Field(32, ge=1, description="prompts timed one by one, systems alternating")
-    max_loss: float = Field(0.01, ge=0.0, description="score that a calibrated effort level may lose against the teacher")
+    max_loss: float = Field(
+        0.01, ge=0.0, description="score that a calibrated effort level may lose against the teacher"
+    )

@@ -11,7 +11,13 @@ from fewstep.schema import Config
 class StudentConfig(Config):
     """What the teacher's checkpoint is turned into."""
 
-    base: str | Path | None = Field(None, description="start from another checkpoint with the same tokenizer; default: the teacher's own weights")
-    attention: Literal["block", "bidirectional", "block_causal_inside"] = Field("block", description="what a noisy position sees")
+    base: str | Path | None = Field(
+        None, description="start from another checkpoint with the same tokenizer; default: the teacher's own weights"
+    )
+    attention: Literal["block", "bidirectional", "block_causal_inside"] = Field(
+        "block", description="what a noisy position sees"
+    )
     block_size: int = Field(16, ge=1, le=256, description="largest block trained, and the default when decoding")
-    mask_token: Literal["auto"] | int = Field("auto", description="auto: an unused row of the vocabulary, else a new row")
+    mask_token: Literal["auto"] | int = Field(
+        "auto", description="auto: an unused row of the vocabulary, else a new row"
+    )

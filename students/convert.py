@@ -31,7 +31,9 @@ def load_causal_lm(folder: str | Path, dtype: torch.dtype = torch.float32):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path") from None
+        raise UserError(
+            f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path"
+        ) from None
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa refuses soft-capped attention scores
     return model.eval(), tokenizer
@@ -49,7 +51,9 @@ def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
     model, tokenizer = load_causal_lm(folder, dtype)
     facts = getattr(model.config, "fewstep", None)
     if not facts:
-        raise UserError(f"student {folder}: its config.json has no `fewstep` section; give a folder that adapt or distill wrote")
+        raise UserError(
+            f"student {folder}: its config.json has no `fewstep` section; give a folder that adapt or distill wrote"
+        )
     if facts.get("adapter") == "gated":
         load_adapter(model, Path(folder) / "fewstep_adapter")
     return model.eval(), tokenizer
@@ -59,7 +63,9 @@ def unused_token(model, tokenizer) -> int | None:
     """Return the first row of the embedding that the tokenizer can never emit, or None."""
     taken = set(tokenizer.get_vocab().values())
     width = model.get_input_embeddings().weight.shape[0]
-    special = {getattr(model.config, k, None) for k in ("pad_token_id", "bos_token_id")} | set(_ids(model.config.eos_token_id))
+    special = {getattr(model.config, k, None) for k in ("pad_token_id", "bos_token_id")} | set(
+        _ids(model.config.eos_token_id)
+    )
     return next((i for i in range(width) if i not in taken and i not in special), None)
 
 
@@ -87,9 +93,15 @@ def make_student(model, tokenizer, config: StudentConfig, gated: bool, seed: int
         mask = width if free is None else free
     else:
         mask = config.mask_token
-        emitted = set(tokenizer.get_vocab().values()) | set(_ids(model.config.eos_token_id)) | set(_ids(model.config.pad_token_id))
+        emitted = (
+            set(tokenizer.get_vocab().values())
+            | set(_ids(model.config.eos_token_id))
+            | set(_ids(model.config.pad_token_id))
+        )
         if mask in emitted or not 0 <= mask < width:
-            raise UserError(f"student.mask_token={mask}: must be an unused row of the {width} in the vocabulary; use auto")
+            raise UserError(
+                f"student.mask_token={mask}: must be an unused row of the {width} in the vocabulary; use auto"
+            )
     if mask == width and not gated:
         model.resize_token_embeddings(width + 1, mean_resizing=False)
         noise = torch.Generator().manual_seed(seed)

@@ -25,6 +25,7 @@ from fewstep.teachers.generate import Generation, Prefix, generate, prefill_pref
 from fewstep.teachers.load import SAVED, describe, kind_of, load_for_stage, load_tokenizer
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts, split
 
+
 @dataclass
 class Work:
     """Everything that is known before the first answer."""

@@ -15,7 +15,9 @@ class TeacherConfig(Config):
 
     model: str = Field(description="Hub id, folder, .gguf file, or package://module/file.gguf")
     revision: str | None = Field(None, description="Hub commit; ignored for local files")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
+    )
 
 
 class PromptsConfig(Config):
@@ -26,7 +28,9 @@ class PromptsConfig(Config):
     field: str = Field("instruction", description="the key of a row that holds the user's message")
     limit: int | None = Field(None, ge=1, description="use only the first rows")
     held_out: float = Field(0.05, ge=0.0, lt=1.0, description="share of the prompts kept for the held-out loss")
-    checker: str | None = Field(None, description="scores the teacher's answers against the rows' `reference`: booking, exact, json")
+    checker: str | None = Field(
+        None, description="scores the teacher's answers against the rows' `reference`: booking, exact, json"
+    )
 
 
 class KeepConfig(Config):
@@ -47,9 +51,15 @@ class TargetsConfig(Config):
     top_logprobs: int = Field(16, ge=0, description="log-probabilities stored per token; 0: none (then no kd)")
     batch_size: int = Field(16, ge=1, description="prompts answered together")
     shard_size: int = Field(128, ge=1, description="prompts per Parquet shard: the unit of resuming")
-    few_shot: Path | None = Field(None, description="JSONL of {user, assistant} turns that the teacher sees and the student does not")
-    system_prompt: str | None = Field(None, description="a system message that the teacher sees and the student does not")
-    min_score: float = Field(0.05, ge=0.0, le=1.0, description="a teacher below this score on its own task stops the run")
+    few_shot: Path | None = Field(
+        None, description="JSONL of {user, assistant} turns that the teacher sees and the student does not"
+    )
+    system_prompt: str | None = Field(
+        None, description="a system message that the teacher sees and the student does not"
+    )
+    min_score: float = Field(
+        0.05, ge=0.0, le=1.0, description="a teacher below this score on its own task stops the run"
+    )
     keep: KeepConfig = KeepConfig()
 
     @model_validator(mode="before")

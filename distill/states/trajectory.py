@@ -3,7 +3,9 @@
 import numpy as np
 
 
-def masks(block: np.ndarray, order: np.ndarray, rng: np.random.Generator, low: float, high: float, copies: int) -> np.ndarray:
+def masks(
+    block: np.ndarray, order: np.ndarray, rng: np.random.Generator, low: float, high: float, copies: int
+) -> np.ndarray:
     """Mask the last r·B positions of each block's recorded order, r ~ U(low, high).
 
     Args:

@@ -1,6 +1,7 @@
 """Decode a batch of prompts with any sampler: the one entry that evaluation, server and Hub share."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,6 +49,7 @@ def decode(
     block_size: int | None = None,
     threshold: float | None = None,
     steps: int | None = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Decoded]:
     """Answer `prompts` together; every row ends on its own.
 
@@ -60,6 +62,8 @@ def decode(
         block_size: default and most: the student's own.
         threshold: for `threshold`, in [0, 1]; default 0.9.
         steps: for `fixed`, denoising steps a block; default: one a position.
+        on_tokens: called with a prompt's index and the tokens that just joined its contiguous answer:
+            a finished block, or an accepted run. What it raises ends the decoding of all rows.
 
     Returns:
         One `Decoded` a prompt, in order.
@@ -71,7 +75,9 @@ def decode(
     if sampler not in SAMPLERS:
         raise ValueError(f"sampler {sampler!r} is unknown; use one of {', '.join(SAMPLERS)}")
     if threshold is not None and sampler != "threshold" or steps is not None and sampler != "fixed":
-        raise ValueError(f"sampler {sampler}: threshold belongs to `threshold` and steps to `fixed`; leave the other out")
+        raise ValueError(
+            f"sampler {sampler}: threshold belongs to `threshold` and steps to `fixed`; leave the other out"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be ≥ 1")
     block_size = _block_size(model, sampler, block_size)
@@ -84,7 +90,7 @@ def decode(
     if not prompts:
         return []
     eos = frozenset(eos_token_ids)
-    rows = [Row(i, p, min(max_new_tokens, context - len(p)), eos, started) for i, p in enumerate(prompts)]
+    rows = [Row(i, p, min(max_new_tokens, context - len(p)), eos, started, on_tokens) for i, p in enumerate(prompts)]
     forward = Forward(model, capacity=max(len(r.pending) + r.budget for r in rows))
     if sampler == "fixed":
         steps = block_size if steps is None else steps

@@ -22,5 +22,3 @@ def check(steps) -> None:
     """Raise ValueError unless `steps` is a positive whole number."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps={steps!r}: the sampler `fixed` needs a whole number of denoising steps ≥ 1")
-
-

@@ -68,9 +68,7 @@ class Forward:
             slots.append([trash] * pad_c + list(range(start, end)) + [trash] * pad_x)
             causal = self.attention != "bidirectional"
             see_clean = list(range(start + 1, middle + 1)) if causal else [end] * len(c)
-            see_noisy = (
-                list(range(middle + 1, end + 1)) if self.attention == "block_causal_inside" else [end] * len(x)
-            )
+            see_noisy = list(range(middle + 1, end + 1)) if self.attention == "block_causal_inside" else [end] * len(x)
             limits.append([1] * pad_c + see_clean + see_noisy + [1] * pad_x)
         visible = max(s + len(c) + len(x) for s, c, x in zip(starts, clean, noisy))
         whole = len(set(starts)) == 1 and all(len(c) == C for c in clean) and all(len(x) == S for x in noisy)

@@ -1,6 +1,6 @@
 """`model.generate(…, custom_generate=…)`: few-step decoding for anyone with only transformers.
 
-    model.generate(input_ids, custom_generate=folder, trust_remote_code=True, threshold=0.9)
+model.generate(input_ids, custom_generate=folder, trust_remote_code=True, threshold=0.9)
 """
 
 import torch
@@ -24,7 +24,7 @@ def generate(
     threshold: float | None = None,
     steps: int | None = None,
     **others,
-) -> torch.LongTensor:
+) -> torch.Tensor:
     """Answer a batch of prompts in few steps; like `model.generate`, prompts come first in each row.
 
     Args:

@@ -1,17 +1,26 @@
 """What decoding remembers of one row, and how a row comes to its end."""
 
 import time
+from collections.abc import Callable
 
 
 class Row:
     """One prompt being answered.
 
     `length` counts the tokens in the cache; `pending` are decided tokens that are not there yet;
-    `ids` are the generated tokens so far.
+    `ids` are the generated tokens so far, `on_tokens` is told of each run of them.
     """
 
-    def __init__(self, index: int, prompt: list[int], budget: int, eos: frozenset[int], started: float):
-        self.index, self.budget, self.eos, self.started = index, budget, eos, started
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        budget: int,
+        eos: frozenset[int],
+        started: float,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ):
+        self.index, self.budget, self.eos, self.started, self.on_tokens = index, budget, eos, started, on_tokens
         self.length, self.pending = 0, list(prompt)
         self.ids: list[int] = []
         self.steps: list[int] = []
@@ -36,14 +45,17 @@ class Row:
 
     def extend(self, ids: list[int], steps: list[int], confidence: list[float]) -> bool:
         """Append decided tokens up to the first EOS or the budget; return whether the row is finished."""
+        before = len(self.ids)
         for token, step, c in zip(ids, steps, confidence):
             self.ids.append(token)
             self.steps.append(step)
             self.confidence.append(c)
             if token in self.eos:
                 self.finish_reason = "stop"
-                return True
-            if not self.remaining:
+            elif not self.remaining:
                 self.finish_reason = "length"
-                return True
-        return False
+            if self.finish_reason is not None:
+                break
+        if self.on_tokens is not None:
+            self.on_tokens(self.index, self.ids[before:])
+        return self.finish_reason is not None

@@ -24,7 +24,9 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
         ValueError: for a student without a causal clean stream.
     """
     if forward.attention == "bidirectional":
-        raise ValueError("sampler `verify` needs a causal clean stream; a bidirectional student has none: use threshold")
+        raise ValueError(
+            "sampler `verify` needs a causal clean stream; a bidirectional student has none: use threshold"
+        )
     mask = forward.mask_token_id
     if mask is None and block_size > 1:
         raise ValueError("this model is no few-step student: its config.json has no `fewstep` section; use sampler ar")
@@ -73,7 +75,9 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
             row.extend(decided, forwards, confidence[i][first : first + len(decided)])
             row.pending = decided[-1:]
             accepted_all = agreed == len(draft)
-            drafts[row.index] = _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1) if accepted_all else []
+            drafts[row.index] = (
+                _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1) if accepted_all else []
+            )
             redraft[row.index] = not accepted_all and block_size > 1 and row.remaining > 1
         prefill = False
         kept = [i for i, row in enumerate(active) if row.finish_reason is None]
@@ -87,5 +91,3 @@ def _cut(draft: list[int], eos: frozenset[int], room: int) -> list[int]:
     """End a draft after its first EOS and at `room` tokens."""
     end = next((i + 1 for i, t in enumerate(draft) if t in eos), len(draft))
     return draft[: max(0, min(end, room))]
-
-

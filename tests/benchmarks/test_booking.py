@@ -96,7 +96,7 @@ def test_booking_shipped_splits_do_not_overlap():
 
 def test_booking_shipped_references_fit_the_shipped_schema():
     schema = json.loads((SHIPPED / "schema.json").read_text())
-    for row in read("train.jsonl")[:200] + read("eval.jsonl")[:200]:
+    for row in read("train.jsonl")[::20] + read("eval.jsonl")[::40]:
         assert checkers.schema_errors(row["reference"], schema) == []
     assert checkers.schema_errors({**read("eval.jsonl")[0]["reference"], "year": "2014"}, schema)
 

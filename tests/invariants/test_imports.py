@@ -13,7 +13,7 @@ ROOMS = ("distill", "teachers", "students", "kernels", "eval", "serve")
 # The modules of distill that orchestrate; the others are the training loop and what it is made of.
 ORCHESTRATE = {
     "cli", "recipe", "recipe_docs", "chain", "checks", "estimate", "plan", "pipeline",
-    "doctor", "answering", "starter", "publishing",
+    "doctor", "answering", "bench", "starter", "publishing",
 }  # fmt: skip
 MAY_IMPORT = {
     "common": set(),
@@ -72,7 +72,9 @@ def room(name: str) -> str:
 
 
 def test_the_scan_sees_the_package():
-    assert {"fewstep.errors", "fewstep.distill.cli", "fewstep.students.decoding.decode"} <= set(FILES)
+    assert {"fewstep.errors", "fewstep.distill.cli", "fewstep.students.decoding.decode", "fewstep.serve.app"} <= set(
+        FILES
+    )
     assert "fewstep.distill.recipe" in imports("fewstep.distill.chain")
     assert "fewstep.distill.plan" in imports("fewstep.distill.cli")  # a lazy import
     assert "fewstep.students.decoding.fixed" in imports("fewstep.students.decoding.decode")  # a relative one
@@ -134,8 +136,6 @@ def test_commands_that_must_answer_at_once_import_no_heavy_library(module):
 
 def test_rooms_are_not_importable_under_their_bare_names(tmp_path):
     """Installed, `eval` or `kernels` of ours must not stand where another package's would."""
-    code = (
-        "import importlib.util as u; print([n for n in ('distill', 'teachers', 'students', 'eval') if u.find_spec(n)])"
-    )
+    code = "import importlib.util as u; print([n for n in ('distill', 'teachers', 'students', 'eval', 'serve') if u.find_spec(n)])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -33,11 +33,17 @@ FAMILIES = {
     "llama": lambda n: LlamaForCausalLM(LlamaConfig(**_COMMON, **_GROUPED, num_hidden_layers=n)),
     "qwen2": lambda n: Qwen2ForCausalLM(Qwen2Config(**_COMMON, **_GROUPED, num_hidden_layers=n)),
     "qwen3": lambda n: Qwen3ForCausalLM(Qwen3Config(**_COMMON, **_GROUPED, head_dim=8, num_hidden_layers=n)),
-    "mistral": lambda n: MistralForCausalLM(MistralConfig(**_COMMON, **_GROUPED, sliding_window=6, num_hidden_layers=n)),
-    "gemma2": lambda n: Gemma2ForCausalLM(
-        Gemma2Config(**_COMMON, **_GROUPED, head_dim=8, sliding_window=6, num_hidden_layers=n, attn_implementation="eager")
+    "mistral": lambda n: MistralForCausalLM(
+        MistralConfig(**_COMMON, **_GROUPED, sliding_window=6, num_hidden_layers=n)
     ),
-    "gpt_neox": lambda n: GPTNeoXForCausalLM(GPTNeoXConfig(**_COMMON, num_hidden_layers=n, attn_implementation="eager")),
+    "gemma2": lambda n: Gemma2ForCausalLM(
+        Gemma2Config(
+            **_COMMON, **_GROUPED, head_dim=8, sliding_window=6, num_hidden_layers=n, attn_implementation="eager"
+        )
+    ),
+    "gpt_neox": lambda n: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**_COMMON, num_hidden_layers=n, attn_implementation="eager")
+    ),
 }
 
 

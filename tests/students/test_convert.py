@@ -77,7 +77,10 @@ def test_published_folder_gives_the_same_text_with_only_transformers(tmp_path, g
 
     prompts = [[10, 20, 30], [40, 50, 60]]
     ours, _ = load_student(tmp_path)
-    expected = [decode(ours, [p], sampler="threshold", threshold=0.2, max_new_tokens=12, eos_token_ids=[2])[0].ids for p in prompts]
+    expected = [
+        decode(ours, [p], sampler="threshold", threshold=0.2, max_new_tokens=12, eos_token_ids=[2])[0].ids
+        for p in prompts
+    ]
     plain = decode(ours, prompts, sampler="ar", max_new_tokens=12, eos_token_ids=[2])
     code = f"""
 import sys, torch
@@ -90,7 +93,12 @@ for p in {prompts}:
     print(model.generate(input_ids=torch.tensor([p]), custom_generate={str(tmp_path)!r}, trust_remote_code=True,
                          threshold=0.2, max_new_tokens=12, eos_token_id=2)[0, 3:].tolist())
 """
-    env = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules"), "PATH": "", "HF_HOME": str(tmp_path / "home")}
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "PATH": "",
+        "HF_HOME": str(tmp_path / "home"),
+    }
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert out.returncode == 0, out.stderr[-2000:]
     lines = [eval(line) for line in out.stdout.splitlines() if line.startswith("[")]

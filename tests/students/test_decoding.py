@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from tests.students.builders import EOS, FAMILIES, MASK, student
 
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.forward import Forward
+from tests.students.builders import EOS, FAMILIES, MASK, student
 
 SETTINGS = [
     {"sampler": "ar"},
@@ -62,8 +62,6 @@ def test_ar_takes_exactly_one_forward_a_token():
         assert answer.nfe == len(answer.ids)
 
 
-
-
 def test_verify_with_a_perfect_drafter_accepts_whole_blocks():
     """With drafts that the clean stream agrees with, prefill and then one forward a block."""
     model = student(block_size=8)
@@ -93,9 +91,10 @@ def test_outputs_hold_no_mask_no_excess_and_nothing_after_eos(block_size):
     rng = random.Random(block_size)
     for settings in SETTINGS[1:]:
         budget = rng.randrange(1, 70)
-        for p, a in zip(batch := prompts(4, seed=block_size, longest=2 * block_size + 2), run(
-            model, batch, budget=budget, block_size=block_size, **settings
-        )):
+        for p, a in zip(
+            batch := prompts(4, seed=block_size, longest=2 * block_size + 2),
+            run(model, batch, budget=budget, block_size=block_size, **settings),
+        ):
             assert MASK not in a.ids and 1 <= len(a.ids) <= budget and p
             assert EOS not in a.ids[:-1]
             assert (a.finish_reason == "stop") == (a.ids[-1] == EOS)

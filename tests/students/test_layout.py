@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tests.students.builders import FAMILIES, MASK, student
 
 from fewstep.students.decoding.forward import Forward
 from fewstep.students.layout import CLEAN, Example, allowed, block_index, body_hidden, build_batch, filled_length
+from tests.students.builders import FAMILIES, MASK, student
 
 
 def example(rng, prompt, response, block_size, first, copies=1, finished=True):

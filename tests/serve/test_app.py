@@ -154,7 +154,7 @@ def test_refusals_have_the_form_of_openai_errors(client):
             client.post("/v1/completions", content=b"x" * (MAX_BODY + 1), headers={"content-type": "application/json"}),
             413,
         ),
-        (client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 400),
+        (client.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"content-type": "text/plain"}), 400),
     ]:
         assert response.status_code == status
         assert response.json()["error"]["message"] and response.json()["error"]["type"] == "invalid_request_error"

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from fewstep.serve.text import Detokenizer, Stops
 from tests.tiny import SPECIAL, VOCAB, tiny_tokenizer
@@ -10,8 +12,8 @@ from tests.tiny import SPECIAL, VOCAB, tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 
 
-def pieces(ids):
-    detokenizer = Detokenizer(TOKENIZER)
+def pieces(ids, tokenizer=TOKENIZER):
+    detokenizer = Detokenizer(tokenizer)
     return [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
 
 
@@ -33,6 +35,14 @@ def test_pieces_concatenate_to_the_text_of_all_tokens(seed):
 def test_character_of_several_tokens_comes_whole():
     assert pieces(TOKENIZER("a🙂b")["input_ids"]) == ["a", "", "", "", "🙂", "b", ""]
     assert pieces(TOKENIZER("a🙂")["input_ids"][:-1]) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_spaces_survive_a_decoder_that_strips_the_first():
+    """SentencePiece's: a token decoded alone loses the space before it."""
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁one": 1, "▁two": 2, "s": 3}, unk_token="<unk>"))
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    assert pieces([1, 2, 3, 0, 2, 1], tokenizer) == ["one", " two", "s", "", " two", " one", ""]
 
 
 def test_special_tokens_have_no_text():

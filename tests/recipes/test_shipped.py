@@ -1,0 +1,48 @@
+"""Every shipped recipe goes through the command line, whole, on the 3M teacher and a few steps."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fewstep.distill.recipe import recipes_folder, shipped_recipes
+
+SMALL = [
+    f"teacher.model={recipes_folder() / 'quickstart' / 'teacher'}",
+    "prompts.limit=24",
+    "targets.min_score=0.0",
+    "targets.keep={finished: false}",
+    "adapt.max_steps=2",
+    "adapt.batch_tokens=800",
+    "distill.max_steps=2",
+    "distill.batch_tokens=800",
+    "eval.tasks.0.limit=4",
+    "eval.speed_prompts=2",
+    "engine.threads=1",
+]
+
+
+def fewstep(*arguments, runs, **popen):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    command = [sys.executable, "-m", "fewstep", *arguments, "--runs", str(runs)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, **popen)
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_shipped_recipe_runs_from_targets_to_report(recipe, tmp_path):
+    done = fewstep("run", recipe, *SMALL, runs=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    named = json.loads((tmp_path / f"{recipe.rpartition('/')[2]}.json").read_text())["stages"]
+    assert list(named) == ["targets", "adapt", "distill", "eval", "report"]
+    for folder in named.values():
+        assert json.loads((tmp_path / folder / "manifest.json").read_text())["status"] == "complete"
+    results = json.loads((tmp_path / named["eval"] / "results.json").read_text())
+    own = [r for r in results["rows"] if r["system"] == "student" and r["sampler"] == "verify"]
+    assert own and all(r["agreement_own"] == 1.0 for r in own)
+    page = (tmp_path / named["report"] / "report.html").read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+    again = fewstep("run", recipe, *SMALL, runs=tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stdout

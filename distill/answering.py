@@ -37,8 +37,8 @@ def answer(
     if not prompt.strip():
         raise UserError("PROMPT is empty; give the user's message")
     from fewstep.chat import encode_prompt, eos_ids
+    from fewstep.students.convert import load_student
     from fewstep.students.decoding import decode
-    from fewstep.students.load import load_student
 
     model, tokenizer = load_student(folder)
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])

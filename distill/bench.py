@@ -11,7 +11,7 @@ from fewstep.errors import UserError
 from fewstep.eval import quality, rows, speed, stats, verdict
 from fewstep.eval.speed import Contestant
 from fewstep.progress import progress
-from fewstep.students.load import load_student
+from fewstep.students.convert import load_student
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.hf import device, torch_dtype
 from fewstep.teachers.load import load_teacher

@@ -24,7 +24,8 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict, keep
     """
     temporary = root / f"tmp-{step:08d}"
     if is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in root.glob("tmp-*"):  # by a save that was killed
+            shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier()
     write(temporary)

@@ -4,7 +4,6 @@
 the names that must be known, prompts that do not fit the context, and the room on the disk.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ from fewstep.distill.chain import Stage
 from fewstep.distill.estimate import estimate
 from fewstep.distill.recipe import Recipe, nearest
 from fewstep.errors import UserError
+from fewstep.eval import tasks_by_name
 from fewstep.runstore import require_disk
 from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers.filters import check_references, make_filter
 from fewstep.teachers.load import describe, kind_of
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts
 
@@ -45,24 +46,12 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
 
 
 def _names_are_known(recipe: Recipe) -> None:
-    """Check the names that stand for files of a room, and the expressions that only a run would read."""
-    from fewstep.checkers import CHECKERS
-
-    if recipe.prompts.checker is not None:
-        _one_of("prompts.checker", recipe.prompts.checker, sorted(CHECKERS))
-    if recipe.targets.keep.correct and recipe.prompts.checker is None:
-        raise UserError(
-            "targets.keep.correct is true and prompts.checker is null; name the checker that says what is correct"
-        )
-    if recipe.targets.keep.regex is not None:
-        try:
-            re.compile(recipe.targets.keep.regex)
-        except re.error as error:
-            raise UserError(
-                f"targets.keep.regex: {recipe.targets.keep.regex!r} is no regular expression ({error}); mend it"
-            ) from None
+    """Check the names that stand for files of a room, and what only a stage under way would read."""
+    make_filter(recipe.prompts, recipe.targets)
+    check_references(recipe.prompts.checker, read_prompts(recipe.prompts), recipe.prompts.path)
     for place, task in enumerate(recipe.eval.tasks):
         _one_of(f"eval.tasks.{place}.name", task.name, _files_of("eval", "tasks"))
+        tasks_by_name.find(task.name).load(task.path, task.field, task.limit)
     for stage, config in recipe.training().items():
         for name in config.objectives:
             _one_of(f"{stage}.objectives", name, [n for n in _files_of("distill", "objectives") if n != "rows"])

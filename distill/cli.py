@@ -187,9 +187,12 @@ def _exit_code(arguments: list[str]) -> int:
         return _say(f"stopped by signal {error.signum}: {error}", 128 + error.signum)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; the same command goes on from the last saved state", 130)
-    except BrokenPipeError:  # the reader of our output left
-        sys.stdout = open("/dev/null", "w")
-        return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output left
+            sys.stdout = open("/dev/null", "w")
+            return 1
+        where = f" ({error.filename})" if error.filename else ""
+        return _say(f"failed: {error.strerror or error}{where}; free or open that place and run again", 1)
 
 
 def _say(message: str, code: int) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from fewstep.errors import UserError
 from fewstep.schema import Config
@@ -31,6 +31,12 @@ class ObjectiveConfig(Config):
     end: Float = Field(1.0, ge=0.0, alias="to", description="ramp: weight once `over` of the steps are done")
     over: Float = Field(0.5, gt=0.0, le=1.0, description="ramp: share of the steps it takes")
     temperature: Float = Field(1.0, gt=0.0, description="softmax temperature inside kd and certainty")
+
+    @model_validator(mode="after")
+    def _constant_or_ramp(self):
+        if self.weight is not None and self.model_fields_set & {"start", "end", "over"}:
+            raise ValueError("has both weight and a ramp (from, to, over); keep one of them")
+        return self
 
     def at(self, progress: float) -> float:
         """Return the weight at `progress`, the share of the stage's steps done, in [0, 1]."""
@@ -67,7 +73,7 @@ class TrainingConfig(Config):
     lora: LoraConfig | None = Field(None, description="null: full weights")
     order: Literal["noise", "trajectory", "nll"] = Field(
         "noise",
-        description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most",
+        description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most. Both of these act on samples without a random offset and blocks without a suffix mask, and raise the masked share to at least 0.8",
     )
     noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
     suffix: Float = Field(
@@ -118,13 +124,22 @@ class DistillConfig(TrainingConfig):
     suffix: Float = Field(0.5, ge=0.0, le=1.0)
 
 
-def check_training(stage: str, config: TrainingConfig, attention: str, gated: bool) -> None:
+def check_training(stage: str, config: TrainingConfig, attention: str, gated: bool, block_size: int) -> None:
     """Raise UserError for an objective or setting that this kind of student cannot have.
 
     Args:
         attention: the student's pattern.
         gated: whether its clean stream is frozen: adapt put gated adapters on it.
+        block_size: its largest block.
     """
+    low, high = config.noise
+    if not 0.0 <= low <= high <= 1.0:
+        raise UserError(f"{stage}.noise: [{low}, {high}] is no range of shares; give 0 ≤ low ≤ high ≤ 1")
+    for size in config.block_sizes or ():
+        if not 1 <= size <= block_size:
+            raise UserError(f"{stage}.block_sizes: {size} must lie between 1 and student.block_size={block_size}")
+    if stage == "adapt" and config.order == "trajectory":
+        raise UserError("adapt.order: trajectory is recorded from an adapted student; use noise or nll here")
     if not config.used():
         raise UserError(f"{stage}.objectives: no objective has a weight above 0; give one, such as ce: 1.0")
     if gated and "ar" in config.used():
@@ -141,6 +156,10 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
         if config.copies > 1 or config.complementary:
             raise UserError(
                 f"{stage}.copies: a bidirectional student takes one noisy copy; set copies: 1 and complementary: false"
+            )
+        if "kd" in config.used() or config.order == "trajectory":
+            raise UserError(
+                f"{stage}: a bidirectional student sees later blocks, so neither kd nor order: trajectory fits it; remove them"
             )
         if config.random_offset:
             raise UserError(f"{stage}.random_offset: a bidirectional student has no blocks to shift; set it to 0")

@@ -69,6 +69,10 @@ class PlainEngine:
         """Return the sums over all ranks."""
         return values
 
+    def all_max(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        return value
+
     def barrier(self) -> None:
         """Wait for every rank."""
 
@@ -162,6 +166,13 @@ class DeepSpeedEngine:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return total.tolist()
+
+    def all_max(self, value: float) -> float:
+        if self.world_size == 1:
+            return value
+        highest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+        return float(highest)
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -77,7 +77,7 @@ def draw_example(
     block = block_index(n, block_size, first)
     low, high = config.noise
     if config.order != "noise" and sample.order is not None and not shifted:
-        order = _extend_order(sample.order, n, block_size)
+        order = _extend_order(sample.order, n)
         curriculum = 0.8 * progress
         drawn = trajectory.masks(block, order, rng, curriculum, max(0.8, high), config.copies)
     else:
@@ -96,11 +96,11 @@ def draw_example(
     )
 
 
-def _extend_order(order: np.ndarray, n: int, block_size: int) -> np.ndarray:
+def _extend_order(order: np.ndarray, n: int) -> np.ndarray:
     """Give the EOS fill after a recorded response the last places of its block, left to right."""
     if len(order) > n:
         raise ValueError(f"trajectory has {len(order)} positions, the filled response {n}: record it anew")
-    return np.concatenate([order, block_size + np.arange(n - len(order))])
+    return np.concatenate([order, order.max() + 1 + np.arange(n - len(order))])
 
 
 def curriculum_block_size(config: TrainingConfig, largest: int, progress: float) -> int:

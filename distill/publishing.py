@@ -8,6 +8,7 @@ from pathlib import Path
 from fewstep.distill.config import PublishConfig
 from fewstep.errors import RunFailed, UserError
 
+UNNAMED = "OWNER/NAME"  # stands in a model card for the repository
 LEFT_OUT = {"adapter"}  # a merged adapter: for further training, not for use
 
 
@@ -30,35 +31,42 @@ def run(folder: Path, config: PublishConfig, student: Path, report: Path, effort
     if config.repo is None:
         raise UserError("publish.repo: null; name the Hub repository, such as publish.repo=owner/name")
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
-    repository = assemble(folder / "repository", student, report, effort)
+    repository = assemble(folder / "repository", student, report, effort, config.repo)
     api = HfApi()
     try:
         address = api.create_repo(config.repo, private=config.private, exist_ok=True)
         commit = api.upload_folder(
             repo_id=config.repo, folder_path=str(repository), commit_message="Publish the student and its report"
         )
+    except LocalTokenNotFoundError:
+        raise UserError(f"publish.repo={config.repo}: no Hub token; set HF_TOKEN or run `hf auth login`") from None
+    except HFValidationError as error:
+        raise UserError(f"publish.repo={config.repo}: {_first_line(error)}; write it as owner/name") from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        reason = str(error).strip().splitlines()[0]
+        reason = _first_line(error)
         if status in (401, 403):
             raise UserError(
                 f"publish.repo={config.repo}: the Hub refuses ({reason}); set HF_TOKEN to a token that may write there"
             ) from None
         raise RunFailed(f"publish {config.repo}: {reason}; the same command tries again") from None
-    except OSError as error:
+    except (OSError, HTTPError) as error:
         raise RunFailed(
             f"publish {config.repo}: the Hub cannot be reached ({type(error).__name__}); the same command tries again"
         ) from None
     return {"repo": config.repo, "url": str(address), "commit": commit.oid, "private": config.private}
 
 
-def assemble(repository: Path, student: Path, report: Path, effort: Path) -> Path:
+def assemble(repository: Path, student: Path, report: Path, effort: Path, repo: str) -> Path:
     """Write the folder that is uploaded: a plain checkpoint at its root, nothing that changes a plain load."""
     shutil.rmtree(repository, ignore_errors=True)
     shutil.copytree(student, repository, ignore=shutil.ignore_patterns(*LEFT_OUT), copy_function=_link)
-    shutil.copyfile(report / "MODEL_CARD.md", repository / "README.md")
+    card = (report / "MODEL_CARD.md").read_text(encoding="utf-8")
+    (repository / "README.md").write_text(
+        card.replace(UNNAMED, repo), encoding="utf-8"
+    )  # the report knows no repository
     for name in ("report.html", "report.json"):
         shutil.copyfile(report / name, repository / name)
     file = repository / "generation_config.json"
@@ -68,6 +76,10 @@ def assemble(repository: Path, student: Path, report: Path, effort: Path) -> Pat
     file.unlink()
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return repository
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _link(source: str, target: str) -> None:

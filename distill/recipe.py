@@ -59,10 +59,17 @@ class Recipe(Config):
                 "adapt.lora.gated: the untouched teacher must see its own prompt; remove targets.few_shot and targets.system_prompt, or set gated to false"
             )
         for stage, config in self.training().items():
-            check_training(stage, config, self.student.attention, gated)
-            if "kd" in config.used() and self.targets.top_logprobs == 0:
+            check_training(stage, config, self.student.attention, gated, self.student.block_size)
+            if ("kd" in config.used() or config.order == "nll") and self.targets.top_logprobs == 0:
+                key = "objectives.kd" if "kd" in config.used() else "order"
                 raise ValueError(
-                    f"{stage}.objectives.kd: needs the teacher's log-probabilities, and targets.top_logprobs is 0; set it to 16"
+                    f"{stage}.{key}: needs the teacher's log-probabilities, and targets.top_logprobs is 0; set it to 16"
+                )
+        for sampler in self.eval.samplers:
+            sizes = [settings["block_size"] for settings in sampler.settings() if "block_size" in settings]
+            if any(size > self.student.block_size for size in sizes):
+                raise ValueError(
+                    f"eval.samplers: {sampler.name} with block_size {max(sizes)}: the largest trained is student.block_size={self.student.block_size}"
                 )
         if self.student.attention == "bidirectional" and any(s.name == "verify" for s in self.eval.samplers):
             raise ValueError(

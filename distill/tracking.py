@@ -6,6 +6,8 @@
 
 import json
 import os
+import secrets
+import sys
 from pathlib import Path
 
 from fewstep.distill.config import TrackConfig
@@ -39,7 +41,7 @@ class Tracker:
 
     def close(self) -> None:
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def _step(line: str) -> float:
@@ -59,15 +61,16 @@ def _start_wandb(folder: Path, config: TrackConfig, run: dict):
     """Return a W&B run, offline unless the recipe says online and a key is there; never a prompt or a crash."""
     if config.wandb.project is None or config.wandb.mode == "disabled":
         return None
-    import wandb
-
-    online = config.wandb.mode == "online" and (os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
     saved = folder / "wandb_run_id"
     if not saved.exists():
-        write_atomic(saved, wandb.util.generate_id())
+        write_atomic(saved, secrets.token_hex(4))  # one run id across resumes
     for key in ("WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
         os.environ.setdefault(key, str(folder / "trainer_state" / "wandb"))
     try:
+        import wandb
+
+        online = config.wandb.mode == "online" and (os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+        (folder / "trainer_state").mkdir(exist_ok=True)
         tracked = wandb.init(
             project=config.wandb.project,
             mode="online" if online else "offline",
@@ -77,9 +80,9 @@ def _start_wandb(folder: Path, config: TrackConfig, run: dict):
             settings=wandb.Settings(silent=True),
             **run,
         )
+        tracked.define_metric("train/step")
+        tracked.define_metric("train/*", step_metric="train/step")
     except Exception as error:  # a tracker's trouble must not cost a training run
-        print(f"W&B is off: {str(error).splitlines()[0]}; metrics.jsonl has the figures")
+        print(f"W&B is off ({type(error).__name__}); metrics.jsonl has the figures", file=sys.stderr)
         return None
-    tracked.define_metric("train/step")
-    tracked.define_metric("train/*", step_metric="train/step")
     return tracked

@@ -74,7 +74,8 @@ def run(
         )
     held_out, _ = _fitting(held_out, model)
     if config.order == "trajectory":
-        trajectories.record(model, samples, folder / "trajectories", facts["block_size"])
+        recorded = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        trajectories.record(recorded, samples, folder / "trajectories", facts["block_size"])
         trajectories.attach(samples, trajectories.load(folder / "trajectories"))
     elif config.order == "nll":
         for sample in samples:
@@ -82,7 +83,8 @@ def run(
 
     objectives = load_objectives(config.objectives)
     temperatures = {name: o.temperature for name, o in config.objectives.items()}
-    trainee = Trainee(model, facts["attention"], facts["mask_token_id"], objectives, temperatures).train()
+    # eval mode throughout: the masks are the noise, and dropout would draw from a generator that no checkpoint holds
+    trainee = Trainee(model, facts["attention"], facts["mask_token_id"], objectives, temperatures).eval()
     trained = [p for p in trainee.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     worker = build_engine(engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm)
@@ -165,7 +167,8 @@ def run(
                 if tracker:
                     tracker.log(done, measured)
             bar.advance(1, note=f"loss {reduced[0]:.3f}")
-            signum = stop_requested()
+            # every rank learns of a signal that one of them got, or they would part ways at the next collective
+            signum = int(max(worker.all_max(stop_requested() or 0), 0))
             if done % config.save_steps == 0 or done == config.max_steps or signum:
                 save_state(done)
             if signum and done < config.max_steps:
@@ -238,9 +241,9 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
                     f"{stage}.lora: the student carries a gated adapter of rank {spec['rank']}, which is trained on; "
                     f"remove {stage}.lora or repeat it"
                 )
-            check_training(stage, config, facts["attention"], gated=True)
+            check_training(stage, config, facts["attention"], True, facts["block_size"])
             return model, tokenizer, Adapter(spec["rank"], spec["alpha"], True)
-    check_training(stage, config, facts["attention"], facts["adapter"] == "gated")
+    check_training(stage, config, facts["attention"], facts["adapter"] == "gated", facts["block_size"])
     if lora is None:
         return model.requires_grad_(True), tokenizer, None
     return model, tokenizer, apply_lora(model, lora.rank, lora.alpha, lora.gated, facts["mask_token_id"])
@@ -264,7 +267,6 @@ def _eos(model, tokenizer) -> int:
 @torch.no_grad()
 def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, float]:
     """Return held-out means of every objective, and the share of masked positions that are right."""
-    worker.module.eval()
     totals, sums = {n: 0.0 for n in objectives}, {n: 0.0 for n in objectives}
     right = masked = 0.0
     for first in range(0, len(held_out), 16):
@@ -275,7 +277,6 @@ def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, f
             sums[name] += float(parts[name])
         right += float(parts["right_diffusion"])
         masked += float((~batch.clean & (batch.weight == 1)).sum())
-    worker.module.train()
     measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
     return measured | {"held_out_accuracy": right / masked if masked else 0.0}
 

@@ -4,6 +4,8 @@ Shapes: B rows (a block of a response each), S block size.
 """
 
 import json
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ import pyarrow.parquet as pq
 import torch
 
 from fewstep.distill.examples import Sample
-from fewstep.errors import RunFailed, Stopped
+from fewstep.errors import RunFailed
 from fewstep.progress import progress
 from fewstep.runstore import write_atomic
-from fewstep.signals import stop_requested
+from fewstep.signals import raise_if_stopped
 from fewstep.students.decoding.forward import Forward
 
 SHARD = 128  # samples
+STOPPED = "trajectories: stopped; finished shards are kept, the same command goes on"
 
 
 def nll_order(sample: Sample) -> np.ndarray:
@@ -41,6 +44,8 @@ def nll_order(sample: Sample) -> np.ndarray:
 def record(model, samples: list[Sample], folder: Path, block_size: int, batch_size: int = 64) -> None:
     """Write `folder/NNNNN.parquet` with each sample's order; shards that exist are kept.
 
+    Under a launcher the ranks share the shards, and each waits until all are there.
+
     Args:
         model: the undistilled student in eval mode.
         samples: in a fixed order, so that a shard always holds the same ones.
@@ -52,19 +57,21 @@ def record(model, samples: list[Sample], folder: Path, block_size: int, batch_si
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = [samples[i : i + SHARD] for i in range(0, len(samples), SHARD)]
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with progress("trajectories", total=sum(len(s.response) for s in samples)) as bar:
         for number, shard in enumerate(shards):
             path = folder / f"{number:05d}.parquet"
-            if not path.exists():
-                signum = stop_requested()
-                if signum:
-                    raise Stopped(signum, "trajectories: stopped; finished shards are kept, the same command goes on")
+            if not path.exists() and number % world_size == rank:
+                raise_if_stopped(STOPPED)
                 orders = _orders(model, shard, block_size, batch_size)
                 table = pa.table({"sample_id": [s.id for s in shard], "order": [o.tolist() for o in orders]})
                 sink = pa.BufferOutputStream()
                 pq.write_table(table, sink)
                 write_atomic(path, sink.getvalue().to_pybytes())
             bar.advance(sum(len(s.response) for s in shard))
+    while not all((folder / f"{number:05d}.parquet").exists() for number in range(len(shards))):
+        raise_if_stopped(STOPPED)
+        time.sleep(0.2)
     write_atomic(folder / "trajectories.json", json.dumps({"block_size": block_size, "samples": len(samples)}) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Recipe section `eval`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,10 @@ from fewstep.schema import Config
 
 EVAL_VERSION = 1  # raised whenever a change could change a figure
 REPORT_VERSION = 1  # raised when the same figures would now be shown otherwise
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Shares = Annotated[list[Share], Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[list[Count], Field(min_length=1)]
 
 
 class TaskConfig(Config):
@@ -24,11 +28,9 @@ class SamplerConfig(Config):
     """One sampler; a list as a setting means one row of results for each value."""
 
     name: Literal["fixed", "threshold", "verify"]
-    threshold: float | list[float] | None = Field(
-        None, description="threshold: commit positions at least this confident"
-    )
-    steps: int | list[int] | None = Field(None, description="fixed: denoising steps a block")
-    block_size: int | list[int] | None = Field(None, description="default: the student's own")
+    threshold: Share | Shares | None = Field(None, description="threshold: commit positions at least this confident")
+    steps: Count | Counts | None = Field(None, description="fixed: denoising steps a block")
+    block_size: Count | Counts | None = Field(None, description="default: the student's own")
 
     @model_validator(mode="after")
     def _settings_belong_to_the_sampler(self):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fewstep import chat
 from fewstep.errors import UserError
-from fewstep.students.load import load_student
+from fewstep.students.convert import load_student
 from fewstep.teachers.collect import teacher_prompts
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
 from fewstep.teachers.hf import device, torch_dtype

@@ -40,7 +40,8 @@ def linear_rows_loss(
     Returns:
         Scalar f32.
     """
-    return _LinearRowsLoss.apply(hidden, weight, bias, loss_fn, softcap, scale, chunk_rows)
+    grad_enabled = torch.is_grad_enabled()  # inside apply it always reads as off
+    return _LinearRowsLoss.apply(hidden, weight, bias, loss_fn, softcap, scale, chunk_rows, grad_enabled)
 
 
 def linear_rows_loss_reference(hidden, weight, loss_fn, *, bias=None, softcap=None, scale=1.0):
@@ -53,8 +54,8 @@ def linear_rows_loss_reference(hidden, weight, loss_fn, *, bias=None, softcap=No
 
 class _LinearRowsLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, loss_fn, softcap, scale, chunk_rows):
-        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+    def forward(ctx, hidden, weight, bias, loss_fn, softcap, scale, chunk_rows, grad_enabled):
+        need_h, need_w, need_b = (n and grad_enabled for n in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if need_h else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_w else None
@@ -85,7 +86,7 @@ class _LinearRowsLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         scaled = [None if g is None else (g * upstream).to(dtype) for g, dtype in zip(ctx.grads, ctx.dtypes)]
         ctx.grads = None
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def cases():

@@ -15,7 +15,7 @@ from fewstep.chat import eos_ids
 from fewstep.errors import UserError
 from fewstep.serve.asks import Served
 from fewstep.serve.worker import Worker
-from fewstep.students.load import load_student
+from fewstep.students.convert import load_student
 
 KEY = "FEWSTEP_API_KEY"  # the environment only: arguments are seen by every user of the machine
 GRACE = 30  # seconds that running answers have to end in once the server was asked to stop

@@ -16,6 +16,7 @@ from fewstep.students.config import StudentConfig
 from fewstep.students.decoding.gated import GatedEmbedding, GatedLinear, load_adapter, save_adapter
 
 FACTS_VERSION = 1
+ALIGNMENT = "same_position"  # a noisy position predicts its own token: no shift
 logging.disable_progress_bar()  # stages show their own
 DECODING = Path(__file__).parent / "decoding"
 
@@ -29,7 +30,7 @@ def load_causal_lm(folder: str | Path, dtype: torch.dtype = torch.float32):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file fails in as many ways as there are formats
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path"
@@ -53,6 +54,11 @@ def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
     if not facts:
         raise UserError(
             f"student {folder}: its config.json has no `fewstep` section; give a folder that adapt or distill wrote"
+        )
+    if facts.get("version") != FACTS_VERSION or facts.get("alignment") != ALIGNMENT:
+        raise UserError(
+            f"student {folder}: its facts are version {facts.get('version')}, alignment {facts.get('alignment')}; "
+            f"this fewstep reads version {FACTS_VERSION}, {ALIGNMENT}: convert it anew"
         )
     if facts.get("adapter") == "gated":
         load_adapter(model, Path(folder) / "fewstep_adapter")
@@ -113,7 +119,7 @@ def make_student(model, tokenizer, config: StudentConfig, gated: bool, seed: int
     model.config.fewstep = {
         "version": FACTS_VERSION,
         "attention": config.attention,
-        "alignment": "same_position",
+        "alignment": ALIGNMENT,
         "block_size": config.block_size,
         "mask_token_id": mask,
         "adapter": "gated" if gated else None,
@@ -132,7 +138,10 @@ def save_student(model, tokenizer, folder: Path, lora: dict | None = None) -> No
     facts = model.config.fewstep
     width = model.get_input_embeddings().weight.shape[0] if facts["adapter"] is None else None
     if width is not None and facts["mask_token_id"] < width:
-        model.generation_config.suppress_tokens = [facts["mask_token_id"]]  # a plain generate never writes it
+        also = model.generation_config.suppress_tokens or []
+        model.generation_config.suppress_tokens = sorted(
+            {*also, facts["mask_token_id"]}
+        )  # a plain generate never writes it
     if facts["adapter"] == "gated":
         assert lora is not None, "a gated student is saved with its rank and alpha"
         save_adapter(model, folder / "fewstep_adapter", lora["rank"], lora["alpha"])

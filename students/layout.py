@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from fewstep.students.decoding.gated import noisy
 from fewstep.students.decoding.masks import layer_masks
 
 CLEAN = -1
@@ -44,7 +45,7 @@ class Batch:
     valid: [B, Q] bool. num_noisy: M·N, the gate of gated adapters.
     rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
     clean [R] bool (an AR row) and eligible [R] bool (no visible token right of it in its block);
-    level [R] f32, the masked share of its block; topk_ids [R, K], topk_logprobs [R, K] f32 (natural
+    topk_ids [R, K], topk_logprobs [R, K] f32 (natural
     log), tail_mass [R] f32, with has_teacher [R] bool.
     """
 
@@ -60,7 +61,6 @@ class Batch:
     weight: torch.Tensor
     clean: torch.Tensor
     eligible: torch.Tensor
-    level: torch.Tensor
     topk_ids: torch.Tensor
     topk_logprobs: torch.Tensor
     tail_mass: torch.Tensor
@@ -104,7 +104,7 @@ def build_batch(
     ids, pos, block, start = (np.zeros((B, Q), np.int64) for _ in range(4))
     seg = np.full((B, Q), CLEAN, np.int64)
     valid = np.zeros((B, Q), bool)
-    out: dict[str, list[np.ndarray]] = {k: [] for k in ("rows", "labels", "weight", "clean", "eligible", "level")}
+    out: dict[str, list[np.ndarray]] = {k: [] for k in ("rows", "labels", "weight", "clean", "eligible")}
     teacher: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "logprobs", "tail", "has")}
     for b, e in enumerate(examples):
         P, L, n = len(e.prompt), len(e.response), len(e.noisy)
@@ -112,11 +112,10 @@ def build_batch(
         ids[b, : len(clean)], valid[b, : len(clean)] = clean, True
         pos[b, : len(clean)] = np.arange(len(clean))
         if with_response:  # AR rows: the position before each response token
-            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), True, np.zeros(L, bool), np.zeros(L))
+            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), True, np.zeros(L, bool))
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
-        sizes = np.bincount(e.block)
         for m in range(M):
             at = C + m * N
             masked = e.masks[m]
@@ -125,10 +124,9 @@ def build_batch(
             seg[b, at : at + n], valid[b, at : at + n] = m, True
             block[b, at : at + n], start[b, at : at + n] = e.block, P + begins
             where = np.flatnonzero(masked)
-            share = np.bincount(e.block, weights=masked) / sizes
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
-            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], False, eligible, share[e.block[where]])
+            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], False, eligible)
             _teach(teacher, e, where, num_topk)
     return Batch(
         ids=torch.from_numpy(ids),
@@ -143,7 +141,6 @@ def build_batch(
         weight=_cat(out["weight"], torch.float32),
         clean=_cat(out["clean"], torch.bool),
         eligible=_cat(out["eligible"], torch.bool),
-        level=_cat(out["level"], torch.float32),
         topk_ids=_cat(teacher["ids"], torch.int64),
         topk_logprobs=_cat(teacher["logprobs"], torch.float32),
         tail_mass=_cat(teacher["tail"], torch.float32),
@@ -154,8 +151,10 @@ def build_batch(
 def allowed(batch: Batch, attention: str) -> torch.Tensor:
     """Return who may see whom, [B, Q, Q] bool (query, key); a padded query sees itself alone.
 
-    Source: the predicate in the project's specification, §1: clean sees clean causally; noisy sees
-    its own block of its own copy, and the clean stream before that block.
+    Clean sees clean causally; noisy sees its own block of its own copy (`block_causal_inside`: up to
+    itself), and the clean stream before that block.
+
+    Source: block diffusion (BD3-LM), with a causal clean stream as in Efficient-DLM.
     """
     q = lambda t: t[:, :, None]  # noqa: E731
     k = lambda t: t[:, None, :]  # noqa: E731
@@ -179,12 +178,10 @@ def body_hidden(model, batch: Batch, attention: str) -> torch.Tensor:
     Returns:
         [B·Q, D] hidden states after the final norm.
     """
-    gate = getattr(model, "fewstep_gate", None)
-    if gate is not None:
-        gate.num_noisy = batch.num_noisy
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     masks = layer_masks(model.config.get_text_config(), allowed(batch, attention), batch.pos, batch.pos, dtype)
-    out = model.base_model(input_ids=batch.ids, attention_mask=masks, position_ids=batch.pos, use_cache=False)
+    with noisy(model, batch.num_noisy):
+        out = model.base_model(input_ids=batch.ids, attention_mask=masks, position_ids=batch.pos, use_cache=False)
     return out.last_hidden_state.flatten(0, 1)
 
 
@@ -196,9 +193,9 @@ def _visible_right(masked: np.ndarray, block: np.ndarray) -> np.ndarray:
     return out
 
 
-def _supervise(out, rows, labels, weight, clean, eligible, level) -> None:
-    values = (rows, labels, weight, np.full(len(rows), clean), eligible, level)
-    for key, value in zip(("rows", "labels", "weight", "clean", "eligible", "level"), values):
+def _supervise(out, rows, labels, weight, clean, eligible) -> None:
+    values = (rows, labels, weight, np.full(len(rows), clean), eligible)
+    for key, value in zip(("rows", "labels", "weight", "clean", "eligible"), values):
         out[key].append(np.asarray(value))
 
 

@@ -12,6 +12,7 @@ import inspect
 import torch
 
 from .cache import BlockCache
+from .gated import noisy as noisy_positions
 from .masks import layer_masks
 
 
@@ -81,16 +82,15 @@ class Forward:
         keys = torch.arange(visible, device=self.device)
         allow = keys < limits[:, :, None]  # [B, Q, K]
         masks = layer_masks(self.config, allow, positions, keys.expand(len(ids), -1), self.dtype)
-        if hasattr(self.model, "fewstep_gate"):
-            self.model.fewstep_gate.num_noisy = S
-        out = self.model(
-            input_ids=torch.tensor(ids, device=self.device),
-            attention_mask=masks,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=keep,
-            **{self.cache_name: self.cache},
-        )
+        with noisy_positions(self.model, S):
+            out = self.model(
+                input_ids=torch.tensor(ids, device=self.device),
+                attention_mask=masks,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self.cache_name: self.cache},
+            )
         logits = out.logits.float()
         if self.mask_token_id is not None and self.mask_token_id < logits.shape[-1]:
             logits[..., self.mask_token_id] = -torch.inf

@@ -5,6 +5,7 @@ The clean tokens always come first, in training as in decoding, so the gate is a
 """
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +17,23 @@ class Gate:
 
     def __init__(self):
         self.num_noisy = 0
+
+
+@contextmanager
+def noisy(model, num_noisy: int):
+    """Open the gate of a gated model for one forward whose last `num_noisy` positions are noisy.
+
+    Closed again whatever happens: a plain forward afterwards is the base's own.
+    """
+    gate = getattr(model, "fewstep_gate", None)
+    if gate is None:
+        yield
+        return
+    gate.num_noisy = num_noisy
+    try:
+        yield
+    finally:
+        gate.num_noisy = 0
 
 
 class GatedLinear(nn.Module):

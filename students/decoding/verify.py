@@ -4,8 +4,8 @@ Shapes: B rows still active, C clean and S noisy queries, V vocabulary.
 
 The clean stream's next token (the anchor) is always known. One forward runs `[anchor + draft]`
 causally, which writes the cache and yields the clean stream's own tokens, and drafts the block after
-it on the assumption that the whole draft is accepted. Where it is not, the next forward redrafts
-from the true anchor. Without a draft (`block_size` 1) this is ordinary cached AR decoding.
+it on the assumption that the whole draft is accepted. Where it is not, the next forward checks the
+rest of the draft behind the true token, or redrafts from the true anchor. Without a draft (`block_size` 1) this is ordinary cached AR decoding.
 """
 
 from .forward import Forward
@@ -74,11 +74,14 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
             forwards = [row.nfe - 1] * len(decided)
             row.extend(decided, forwards, confidence[i][first : first + len(decided)])
             row.pending = decided[-1:]
-            accepted_all = agreed == len(draft)
-            drafts[row.index] = (
-                _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1) if accepted_all else []
-            )
-            redraft[row.index] = not accepted_all and block_size > 1 and row.remaining > 1
+            if agreed == len(draft):
+                drafts[row.index] = _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1)
+                continue
+            # One wrong token seldom spoils the rest: what followed it is checked behind the right one, in a
+            # forward that yields a token anyhow. Only a draft that failed at once is drawn anew.
+            rest = draft[agreed + 1 :] if agreed else []
+            drafts[row.index] = _cut(rest, row.eos, row.remaining - 1)
+            redraft[row.index] = not rest and row.remaining > 1
         prefill = False
         kept = [i for i, row in enumerate(active) if row.finish_reason is None]
         if len(kept) < len(active):

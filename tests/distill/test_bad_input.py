@@ -42,7 +42,7 @@ def edit_config(recipe_file: Path, **changes) -> None:
         ("targets.few_shot=none.jsonl", ["none.jsonl", "cannot be read"]),
         ("targets.keep.json_schema=none.json", ["targets.keep.json_schema", "none.json"]),
         ("targets.keep.regex='['", ["targets.keep.regex", "no regular expression"]),
-        ("targets.keep.correct=true", ["targets.keep.correct", "prompts.checker is null"]),
+        ("targets.keep.correct=true", ["targets.keep.correct", "set prompts.checker"]),
         ("teacher.model=./nowhere", ["teacher.model", "no such folder"]),
         ("teacher.model=nowhere.gguf", ["teacher.model", "nowhere.gguf"]),
         ("teacher.model=package://no_such_module/x.gguf", ["teacher.model", "no_such_module"]),

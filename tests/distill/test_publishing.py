@@ -55,13 +55,21 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"url": "https://huggingface.co/team/model"})
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            return self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+            return self.answer(
+                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+            )
         if "/commit/" in self.path:
             for line in body.splitlines():
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            return self.answer({"commitUrl": f"https://huggingface.co/team/model/commit/{'b' * 40}", "commitOid": "b" * 40, "success": True})
+            return self.answer(
+                {
+                    "commitUrl": f"https://huggingface.co/team/model/commit/{'b' * 40}",
+                    "commitOid": "b" * 40,
+                    "success": True,
+                }
+            )
         return self.answer({})
 
 

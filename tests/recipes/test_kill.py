@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+
 from tests.recipes.test_shipped import SMALL, fewstep
 
 KEYS = [*SMALL, "adapt.max_steps=40", "adapt.save_steps=3", "distill.max_steps=30", "distill.save_steps=3"]

@@ -5,8 +5,7 @@ import torch
 
 from fewstep.chat import eos_ids
 from fewstep.students.config import StudentConfig
-from fewstep.students.convert import make_student, save_student
-from fewstep.students.load import load_student
+from fewstep.students.convert import load_student, make_student, save_student
 from tests.tiny import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)

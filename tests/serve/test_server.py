@@ -91,7 +91,7 @@ def test_student_is_named_by_its_stage_and_its_levels_come_from_its_files(studen
     import json
     import shutil
 
-    from fewstep.students.load import load_student
+    from fewstep.students.convert import load_student
 
     served = server.describe(student_folder / "student", *student[:2])
     assert (served.name, served.context, served.effort) == ("distill-12345678", 512, {})

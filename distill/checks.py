@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fewstep
+from fewstep.checkers import CHECKERS
 from fewstep.distill.chain import Stage
 from fewstep.distill.estimate import estimate
 from fewstep.distill.recipe import Recipe, nearest
@@ -47,6 +48,8 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
 
 def _names_are_known(recipe: Recipe) -> None:
     """Check the names that stand for files of a room, and what only a stage under way would read."""
+    if recipe.prompts.checker is not None:
+        _one_of("prompts.checker", recipe.prompts.checker, sorted(CHECKERS))
     make_filter(recipe.prompts, recipe.targets)
     check_references(recipe.prompts.checker, read_prompts(recipe.prompts), recipe.prompts.path)
     for place, task in enumerate(recipe.eval.tasks):

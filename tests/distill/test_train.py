@@ -228,3 +228,29 @@ def test_bidirectional_student_trains_and_decodes(world, tmp_path):
     model, tokenizer = load_student(tmp_path / "student")
     got = decode(model, [[5, 12, 6]], sampler="threshold", max_new_tokens=10, eos_token_ids=[tokenizer.eos_token_id])
     assert 1 <= len(got[0].ids) <= 10
+
+
+def test_plain_generate_after_few_step_decoding_is_still_the_base(world, tmp_path):
+    go(world, tmp_path, lora=LoraConfig(rank=4, gated=True), objectives={"ce": 1.0})
+    model, tokenizer = load_student(tmp_path / "student")
+    prompt = torch.tensor([[5, 12, 6]])
+
+    def plain():
+        with torch.no_grad():
+            return model(prompt).logits
+
+    before = plain()
+    decode(model, [[5, 12, 6]], sampler="threshold", max_new_tokens=8, eos_token_ids=[tokenizer.eos_token_id])
+    assert torch.equal(plain(), before)
+
+
+def test_wandb_offline_gets_the_run_and_is_never_in_the_way(world, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    track = TrackConfig(wandb={"project": "test", "mode": "online"})  # no key here: falls back to offline
+    train.run(
+        tmp_path, "adapt", AdaptConfig(max_steps=2, batch_tokens=300), StudentConfig(block_size=4),
+        EngineConfig(name="plain"), track, world / "teacher", world / "targets", 0, "test",
+    )  # fmt: skip
+    assert len((tmp_path / "wandb_run_id").read_text()) == 8
+    assert list((tmp_path / "trainer_state").rglob("*.wandb"))
+    assert [m["step"] for m in metrics(tmp_path) if "ce" in m]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -11,16 +10,15 @@ import time
 
 import pytest
 
-from tests.recipes.test_shipped import SMALL, fewstep
+from tests.recipes.test_shipped import SMALL, clean_environment, fewstep
 
 KEYS = [*SMALL, "adapt.max_steps=40", "adapt.save_steps=3", "distill.max_steps=30", "distill.save_steps=3"]
 KEYS += ["prompts.limit=96", "targets.shard_size=12", "targets.batch_size=12", "eval.tasks.0.limit=16"]
 
 
 def start(runs):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "fewstep", "run", "quickstart", *KEYS, "--runs", str(runs)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def outcome(runs):

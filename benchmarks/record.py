@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--name", help="of the result file; default: the recipe's")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     recipe = load_recipe(args.recipe, args.overrides)
     folders = run(recipe, args.runs)
     results = json.loads((folders["eval"] / "results.json").read_text())

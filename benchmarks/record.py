@@ -36,6 +36,8 @@ def main() -> None:
         "hardware": manifests["eval"]["hardware"],
         "versions": machine.versions(),
         "seconds": {stage: m["seconds"] for stage, m in manifests.items()},
+        "cores": {stage: m["hardware"]["cores"] for stage, m in manifests.items()},
+        "commits": {stage: m.get("commits", [m["commit"]]) for stage, m in manifests.items()},
         "verdicts": results["verdicts"],
         "rows": results["rows"],
     }

@@ -15,9 +15,10 @@ from fewstep.distill.recipe import Recipe, nearest
 from fewstep.errors import UserError
 from fewstep.eval import tasks_by_name
 from fewstep.runstore import require_disk
+from fewstep.students.families import PROBED
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.filters import check_references, make_filter
-from fewstep.teachers.load import describe, kind_of
+from fewstep.teachers.load import describe, kind_of, load_config, plain_weights
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts
 
 TEMPLATE_ROOM = 96  # tokens that a chat template may add around the messages; beyond it the template is applied
@@ -40,10 +41,28 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
                 f"student.base {recipe.student.base}: its vocabulary has {base['vocab_size']} entries and the teacher's "
                 f"{facts['vocab_size']}; give a checkpoint with the teacher's tokenizer"
             )
+        if kind_of(str(recipe.student.base)) == "gguf":
+            plain_weights(str(recipe.student.base))
+    if "adapt" in todo:
+        _converts(recipe)
     if "targets" in todo or "eval" in todo:
         _prompts_fit(recipe, facts["context_length"])
     sizes = estimate(recipe, facts)
     require_disk(runs, sum(sizes[name].disk for name in todo), f"{recipe.name} ({', '.join(todo)})")
+
+
+def _converts(recipe: Recipe) -> None:
+    """Probe a small random model of the base's class; one that the tests have probed needs no imports here."""
+    base = recipe.student.base
+    model, revision = (recipe.teacher.model, recipe.teacher.revision) if base is None else (str(base), None)
+    if describe(model, revision)["model_type"] in PROBED:
+        return
+    from fewstep.students.probe import why_class_not_convertible
+
+    reason = why_class_not_convertible(load_config(model, revision))
+    if reason:
+        key = "teacher.model" if base is None else "student.base"
+        raise UserError(f"{key} {model}: cannot become a student: {reason}; give one whose layers are attention")
 
 
 def _names_are_known(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from fewstep.distill.recipe import Recipe
 from fewstep.errors import UserError
 from fewstep.runstore import MANIFEST, StageFolder, write_atomic
 from fewstep.signals import raise_if_stopped, stop_at_once
-from fewstep.teachers.load import SAVED
+from fewstep.teachers.load import SAVED, plain_weights
 
 # --- What each stage calls ----------------------------------------------------------------------
 
@@ -33,13 +33,10 @@ def _targets(recipe: Recipe, folders: dict[str, Path]) -> dict:
 
 def _adapt(recipe: Recipe, folders: dict[str, Path]) -> dict:
     saved = folders["targets"] / SAVED
-    source: str | Path = saved if saved.is_dir() else recipe.teacher.model
     if recipe.student.base is not None:
-        source = recipe.student.base
-    elif source == recipe.teacher.model and recipe.teacher.revision is not None and not Path(source).exists():
-        from huggingface_hub import snapshot_download
-
-        source = Path(snapshot_download(recipe.teacher.model, revision=recipe.teacher.revision))
+        source = plain_weights(str(recipe.student.base))
+    else:
+        source = saved if saved.is_dir() else plain_weights(recipe.teacher.model, recipe.teacher.revision)
     return _train("adapt", recipe, folders, source)
 
 
@@ -47,7 +44,7 @@ def _distill(recipe: Recipe, folders: dict[str, Path]) -> dict:
     return _train("distill", recipe, folders, folders["adapt"] / "student")
 
 
-def _train(stage: str, recipe: Recipe, folders: dict[str, Path], source: str | Path) -> dict:
+def _train(stage: str, recipe: Recipe, folders: dict[str, Path], source: Path) -> dict:
     from fewstep.distill.train import run
 
     return run(
@@ -194,14 +191,32 @@ def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Call
             return 0.0  # another runner finished it before this one held the lock
         resumed = folder.path.is_dir() and any(folder.path.iterdir())
         folder.path.mkdir(exist_ok=True)
-        (folder.path / MANIFEST).unlink(missing_ok=True)  # only a report that is written anew has one
+        if folder.is_complete():  # only a report that is written anew is
+            (folder.path / MANIFEST).unlink()
+            (folder.path / "sessions.jsonl").unlink()
         say(f"{stage.folder:<17} {'resumes' if resumed else 'runs'}")
-        started = _now()
-        with open(folder.path / "sessions.jsonl", "a") as sessions:
-            sessions.write(json.dumps({"started": started, "commit": machine.commit()}) + "\n")
+        sessions = _open_session(folder.path)
         summary = _until_stopped(recipe, stage.name, folders)
-        folder.seal(_manifest(recipe, stage, summary, started, time.monotonic() - start))
+        folder.seal(_manifest(recipe, stage, summary, sessions, time.monotonic() - start))
     return time.monotonic() - start
+
+
+def _open_session(folder: Path) -> list[dict]:
+    """Append this session to `sessions.jsonl` and return all of them, this one last.
+
+    A killed session cannot say how long it ran: it is taken to have ended when it last wrote a file.
+    """
+    file = folder / "sessions.jsonl"
+    sessions = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    before = 0.0
+    if sessions:
+        last_write = max(f.stat().st_mtime for f in folder.rglob("*") if f.is_file())
+        began = datetime.fromisoformat(sessions[-1]["started"]).timestamp()
+        before = sessions[-1].get("seconds_before", 0.0) + max(0.0, last_write - began)
+    sessions.append({"started": _now(), "commit": machine.commit(), "seconds_before": round(before, 1)})
+    with open(file, "a") as appended:
+        appended.write(json.dumps(sessions[-1]) + "\n")
+    return sessions
 
 
 def _until_stopped(recipe: Recipe, stage: str, folders: dict[str, Path]) -> dict:
@@ -218,7 +233,7 @@ def _until_stopped(recipe: Recipe, stage: str, folders: dict[str, Path]) -> dict
     return summary
 
 
-def _manifest(recipe: Recipe, stage: Stage, summary: dict, started: str, seconds: float) -> dict:
+def _manifest(recipe: Recipe, stage: Stage, summary: dict, sessions: list[dict], seconds: float) -> dict:
     hardware = machine.hardware()
     return {
         "schema": 1,
@@ -231,13 +246,14 @@ def _manifest(recipe: Recipe, stage: Stage, summary: dict, started: str, seconds
         "upstream": stage.upstream,
         "recipe": portable(recipe),
         "commit": machine.commit(),
+        "commits": list(dict.fromkeys(session["commit"] for session in sessions)),
         "versions": machine.versions(),
         "hardware": hardware,
         "threads": hardware["threads"],
         "seed": recipe.seed,
-        "started": started,
+        "started": sessions[0]["started"],
         "finished": _now(),
-        "seconds": round(seconds, 1),
+        "seconds": round(sessions[-1]["seconds_before"] + seconds, 1),
         "summary": _finite(summary),
     }
 

@@ -31,6 +31,7 @@ from fewstep.students.config import StudentConfig
 from fewstep.students.convert import load_causal_lm, load_student, make_student, save_student
 from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
+from fewstep.students.probe import why_class_not_convertible
 
 HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
 
@@ -230,6 +231,11 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
     lora = config.lora
     if stage == "adapt":
         model, tokenizer = load_causal_lm(source, dtype)
+        reason = why_class_not_convertible(model.config, model)
+        if reason:
+            raise UserError(
+                f"checkpoint {source}: cannot become a student: {reason}; give one whose layers are attention"
+            )
         facts = make_student(model, tokenizer, student, bool(lora and lora.gated), seed)
     else:
         model, tokenizer = load_student(source, dtype)

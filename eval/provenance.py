@@ -123,7 +123,8 @@ def what_ran(content: dict) -> str:
 def _stage_row(stage: str, facts_of: dict) -> str:
     finished = (facts_of["finished"] or "")[:16].replace("T", " ") or None
     seconds = None if facts_of["seconds"] is None else f"{facts_of['seconds']:,.0f}"
-    commit = (facts_of["commit"] or "")[:12] or None
+    commits = facts_of.get("commits") or [facts_of["commit"]]  # a resumed stage may have run on several
+    commit = ", ".join(c[:12] for c in commits if c) or None
     return tag("tr", tag("td", text(stage)) + cell(facts_of["hash"]) + cell(commit) + cell(finished) + cell(seconds))
 
 

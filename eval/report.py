@@ -244,7 +244,7 @@ def _line_key(i: int) -> str:
 
 
 def _stage_facts(manifest: dict) -> dict:
-    kept = ("hash", "commit", "seed", "seconds", "started", "finished", "threads", "upstream")
+    kept = ("hash", "commit", "commits", "seed", "seconds", "started", "finished", "threads", "upstream")
     return {key: manifest.get(key) for key in kept}
 
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from fewstep.errors import UserError
@@ -29,15 +30,27 @@ def load_causal_lm(folder: str | Path, dtype: torch.dtype = torch.float32):
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention_implementation(config)
+        )
     except Exception as error:  # a broken file fails in as many ways as there are formats
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path"
         ) from None
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa refuses soft-capped attention scores
     return model.eval(), tokenizer
+
+
+def attention_implementation(config) -> str:
+    """Return the fastest implementation that honours this checkpoint's masks: "sdpa", or "eager" where that refuses.
+
+    sdpa takes no soft-capped scores, and some classes (attention sinks, ALiBi) have no code for it.
+    """
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return "eager"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):

@@ -74,6 +74,21 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
         raise UserError(_cannot_load(model, error, "its tokenizer cannot be rebuilt")) from None
 
 
+def load_config(model: str, revision: str | None = None) -> Any:
+    """Return the transformers config that the file's header amounts to.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    path = resolve(model)
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        raise UserError(_cannot_load(model, error, "its header cannot be read")) from None
+
+
 def fingerprint(model: str, revision: str | None = None) -> str:
     """Return the SHA-256 (hex) of the file.
 
@@ -81,6 +96,13 @@ def fingerprint(model: str, revision: str | None = None) -> str:
         UserError: there is no such file.
     """
     return file_fingerprint(resolve(model))
+
+
+def plain_weights(model: str, revision: str | None = None) -> Path:
+    """Raise UserError: targets dequantises a teacher, and nothing dequantises another base."""
+    raise UserError(
+        f"student.base {model}: a GGUF file cannot be trained; make it the teacher, or give a folder or a Hub id"
+    )
 
 
 def describe(model: str, revision: str | None = None) -> dict:

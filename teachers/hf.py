@@ -68,6 +68,21 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
         raise UserError(_cannot_load(model, error, "its tokenizer cannot be loaded")) from None
 
 
+def load_config(model: str, revision: str | None = None) -> Any:
+    """Return the transformers config.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    path, commit = _locate(model, revision)
+    try:
+        return AutoConfig.from_pretrained(path, revision=commit)
+    except Exception as error:
+        raise UserError(_cannot_load(model, error, "its config cannot be read")) from None
+
+
 def fingerprint(model: str, revision: str | None = None) -> str:
     """Return the hash of a folder's model files, or the commit of a Hub checkpoint; no weights are loaded.
 
@@ -81,6 +96,23 @@ def fingerprint(model: str, revision: str | None = None) -> str:
         f for f in Path(path).iterdir() if f.is_file() and f.suffix in _CONTENT and f.name != "trainer_state.json"
     )
     return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
+
+
+def plain_weights(model: str, revision: str | None = None) -> Path:
+    """Return the checkpoint's folder, fetched from the Hub at the commit of its fingerprint where need be.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    path, commit = _locate(model, revision)
+    if commit is None:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=commit))
+    except Exception as error:  # no network, gated: named by the library
+        raise UserError(_cannot_load(model, error, "its files are not to be had from the Hub")) from None
 
 
 def describe(model: str, revision: str | None = None) -> dict:

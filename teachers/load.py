@@ -53,6 +53,15 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     return _module(model).load_tokenizer(model, revision)
 
 
+def load_config(model: str, revision: str | None = None) -> Any:
+    """Return the transformers config of a teacher, without its weights.
+
+    Raises:
+        UserError: there is none, or transformers cannot read it.
+    """
+    return _module(model).load_config(model, revision)
+
+
 def teacher_fingerprint(model: str, revision: str | None = None) -> str:
     """Return what names the teacher's content (a hash, or a Hub commit), without loading weights.
 
@@ -69,6 +78,15 @@ def describe(model: str, revision: str | None = None) -> dict:
         UserError: nothing is there, or it is no decoder-only LM that transformers has code for.
     """
     return _module(model).describe(model, revision)
+
+
+def plain_weights(model: str, revision: str | None = None) -> Path:
+    """Return a folder with the checkpoint as safetensors; a Hub checkpoint is fetched at the commit that names it.
+
+    Raises:
+        UserError: nothing is there, or it is a GGUF file.
+    """
+    return _module(model).plain_weights(model, revision)
 
 
 def load_for_stage(teacher: TeacherConfig, targets_folder: Path | str) -> tuple[Any, Any]:

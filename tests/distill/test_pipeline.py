@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -146,8 +147,27 @@ def test_a_failed_stage_is_not_sealed_and_resumes_in_its_folder(recipe_file, tmp
     assert fake_stages == ALL  # targets ran once
     assert any(line.startswith("adapt-") and line.endswith(" resumes") for line in said)
     assert "half" in StageFolder(folders["adapt"]).manifest()["outputs"]
-    sessions = (folders["adapt"] / "sessions.jsonl").read_text().splitlines()
+    sessions = [json.loads(line) for line in (folders["adapt"] / "sessions.jsonl").read_text().splitlines()]
     assert len(sessions) == 2
+
+
+def test_a_resumed_stage_counts_the_time_and_the_commits_of_all_its_sessions(recipe_file, tmp_path, fake_stages):
+    recipe, runs = load_recipe(recipe_file), tmp_path / "runs"
+    run(recipe, runs, only="targets", say=lambda line: None)
+    adapt = runs / chain(recipe)["adapt"].folder
+    adapt.mkdir()
+    now = time.time()
+    began = datetime.fromtimestamp(now - 3600, UTC).isoformat(timespec="seconds")
+    killed = {"started": began, "commit": "a" * 40, "seconds_before": 100.0}
+    (adapt / "sessions.jsonl").write_text(json.dumps(killed) + "\n")
+    os.utime(adapt / "sessions.jsonl", (now - 3500, now - 3500))
+    (adapt / "step").write_text("x")
+    os.utime(adapt / "step", (now - 3000, now - 3000))  # its last sign of life, 600 s after it began
+    run(recipe, runs, only="adapt", say=lambda line: None)
+    manifest = StageFolder(adapt).manifest()
+    assert 699 <= manifest["seconds"] <= 705
+    assert manifest["commits"][0] == "a" * 40 and len(manifest["commits"]) == 2
+    assert manifest["started"] == began
 
 
 def test_stage_alone_needs_the_stages_before_it(recipe_file, tmp_path, fake_stages):

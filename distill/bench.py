@@ -12,6 +12,7 @@ from fewstep.eval import quality, rows, speed, stats, verdict
 from fewstep.eval.speed import Contestant
 from fewstep.progress import progress
 from fewstep.students.convert import load_student
+from fewstep.students.decoding.weights import column_major
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.hf import device, torch_dtype
 from fewstep.teachers.load import load_teacher
@@ -59,14 +60,17 @@ def measure(
     if prompts is not None:
         messages = [p.messages for p in read_prompts(PromptsConfig(path=prompts, limit=limit))]
     model, tokenizer = load_student(folder, torch_dtype("auto"))
-    ours = (model.to(device()), tokenizer)
+    ours = (column_major(model.to(device())), tokenizer)
     causal = model.config.fewstep["attention"] != "bidirectional"
     if not causal and against is None:
         raise UserError(f"STUDENT {student}: it has no AR decoding to compare with; name a teacher with --against")
     contestants: list[Contestant] = []
     tried: list[dict] = []
     forwards: dict[str, dict[int, int]] = {}
-    systems = {"teacher": load_teacher(against)} if against is not None else {}
+    systems = {}
+    if against is not None:
+        teacher, teacher_tokenizer = load_teacher(against)
+        systems["teacher"] = (column_major(teacher), teacher_tokenizer)
     systems |= {"student": ours} if causal else {}
     for system, (its_model, its_tokenizer) in systems.items():
         ids = _encode(system, its_model, its_tokenizer, messages)

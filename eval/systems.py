@@ -7,6 +7,7 @@ from typing import Any
 from fewstep import chat
 from fewstep.errors import UserError
 from fewstep.students.convert import load_student
+from fewstep.students.decoding.weights import column_major
 from fewstep.teachers.collect import teacher_prompts
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
 from fewstep.teachers.hf import device, torch_dtype
@@ -26,10 +27,10 @@ class Models:
         """Return (model, tokenizer) of `teacher`, `student` or `undistilled`."""
         if system not in self._loaded:
             if system == "teacher":
-                self._loaded[system] = load_for_stage(self._teacher, self._targets_folder)
+                model, tokenizer = load_for_stage(self._teacher, self._targets_folder)
             else:
                 model, tokenizer = load_student(self._students[system], torch_dtype(self._teacher.dtype))
-                self._loaded[system] = model.to(device()), tokenizer
+            self._loaded[system] = column_major(model.to(device())), tokenizer
         return self._loaded[system]
 
     def drop(self, system: str) -> None:

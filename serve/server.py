@@ -16,6 +16,7 @@ from fewstep.errors import UserError
 from fewstep.serve.asks import Served
 from fewstep.serve.worker import Worker
 from fewstep.students.convert import load_student
+from fewstep.students.decoding.weights import column_major
 
 KEY = "FEWSTEP_API_KEY"  # the environment only: arguments are seen by every user of the machine
 GRACE = 30  # seconds that running answers have to end in once the server was asked to stop
@@ -44,7 +45,7 @@ def run(folder: Path, host: str, port: int, max_batch: int) -> None:
     with _listen(host, port) as listener:
         cuda = torch.cuda.is_available()
         model, tokenizer = load_student(folder, torch.bfloat16 if cuda else torch.float32)
-        served = describe(folder, model.to("cuda" if cuda else "cpu"), tokenizer)
+        served = describe(folder, column_major(model.to("cuda" if cuda else "cpu")), tokenizer)
         worker = Worker(served.model, tokenizer, eos_ids(model, tokenizer), max_batch)
         app = make_app(served, worker, os.environ.get(KEY) or None)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE)

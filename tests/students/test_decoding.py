@@ -7,6 +7,7 @@ import torch
 
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.forward import Forward
+from fewstep.students.decoding.weights import column_major
 from tests.students.builders import EOS, FAMILIES, MASK, student
 
 SETTINGS = [
@@ -170,3 +171,20 @@ def test_context_limit_shortens_the_budget():
     assert len(prompt) + len(answer.ids) <= 256
     with pytest.raises(ValueError, match="context"):
         run(model, [[5] * 256], sampler="threshold")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_column_major_weights_hold_the_same_values_and_give_the_same_text(family):
+    model = student(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = prompts(5)
+    expected = {s: run(model, batch, sampler=s) for s in ("ar", "threshold", "verify")}
+    assert column_major(model) is model
+    assert (
+        not model.base_model.get_submodule("layers.0")
+        .mlp.get_submodule("dense_h_to_4h" if family == "gpt_neox" else "up_proj")
+        .weight.is_contiguous()
+    )
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for sampler, answers in expected.items():
+        assert [a.ids for a in run(model, batch, sampler=sampler)] == [a.ids for a in answers]

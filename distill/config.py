@@ -73,9 +73,15 @@ class TrainingConfig(Config):
     lora: LoraConfig | None = Field(None, description="null: full weights")
     order: Literal["noise", "trajectory", "nll"] = Field(
         "noise",
-        description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most. Both of these act on samples without a random offset and blocks without a suffix mask, and raise the masked share to at least 0.8",
+        description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most",
+    )
+    order_share: Float = Field(
+        1.0, ge=0.0, le=1.0, description="share of samples that `order` acts on; the others are masked at random"
     )
     noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
+    noise_end: tuple[Float, Float] | None = Field(
+        None, description="the range that `noise` has moved to, in a straight line, by the end of the stage"
+    )
     suffix: Float = Field(
         0.0,
         ge=0.0,
@@ -95,6 +101,11 @@ class TrainingConfig(Config):
     eval_steps: int = Field(50, ge=1, description="steps between held-out losses")
     save_steps: int = Field(50, ge=1)
     save_total_limit: int = Field(2, ge=1)
+
+    def noise_at(self, progress: float) -> tuple[float, float]:
+        """Return the range of the masked share at `progress`, the share of the stage's steps done, in [0, 1]."""
+        (low, high), (low_end, high_end) = self.noise, self.noise_end or self.noise
+        return low + (low_end - low) * progress, high + (high_end - high) * progress
 
     def used(self) -> set[str]:
         """Return the names of the objectives that ever have a weight above 0."""
@@ -120,7 +131,8 @@ class DistillConfig(TrainingConfig):
         }
     )
     order: Literal["noise", "trajectory", "nll"] = "trajectory"
-    noise: tuple[Float, Float] = (0.3, 1.0)
+    noise: tuple[Float, Float] = (0.0, 1.0)
+    noise_end: tuple[Float, Float] | None = (0.8, 1.0)
     suffix: Float = Field(0.5, ge=0.0, le=1.0)
 
 
@@ -132,9 +144,9 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
         gated: whether its clean stream is frozen: adapt put gated adapters on it.
         block_size: its largest block.
     """
-    low, high = config.noise
-    if not 0.0 <= low <= high <= 1.0:
-        raise UserError(f"{stage}.noise: [{low}, {high}] is no range of shares; give 0 ≤ low ≤ high ≤ 1")
+    for key, (low, high) in (("noise", config.noise), ("noise_end", config.noise_end or config.noise)):
+        if not 0.0 <= low <= high <= 1.0:
+            raise UserError(f"{stage}.{key}: [{low}, {high}] is no range of shares; give 0 ≤ low ≤ high ≤ 1")
     for size in config.block_sizes or ():
         if not 1 <= size <= block_size:
             raise UserError(f"{stage}.block_sizes: {size} must lie between 1 and student.block_size={block_size}")

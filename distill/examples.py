@@ -75,11 +75,11 @@ def draw_example(
     n = filled_length(len(sample.response), block_size, first) if sample.finished else len(sample.response)
     noisy = np.concatenate([sample.response, np.full(n - len(sample.response), eos)])
     block = block_index(n, block_size, first)
-    low, high = config.noise
-    if config.order != "noise" and sample.order is not None and not shifted:
-        order = _extend_order(sample.order, n)
-        curriculum = 0.8 * progress
-        drawn = trajectory.masks(block, order, rng, curriculum, max(0.8, high), config.copies)
+    low, high = config.noise_at(progress)
+    # a recorded trajectory is one of unshifted blocks; the teacher's surprise belongs to a position alone
+    ordered = sample.order is not None and (config.order == "nll" or not shifted)
+    if ordered and rng.random() < config.order_share:
+        drawn = trajectory.masks(block, _extend_order(sample.order, n), rng, low, high, config.copies)
     else:
         drawn = noise.masks(block, rng, low, high, config.copies)
     if config.suffix:

@@ -11,7 +11,7 @@ def masks(
     Args:
         block: [n] block of each position.
         order: [n] step at which the undistilled student decided each position of its block.
-        low, high: range of r; the curriculum raises low from 0.
+        low, high: range of r.
 
     Returns:
         [copies, n] bool with at least one mask a block.

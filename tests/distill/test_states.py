@@ -103,3 +103,48 @@ def test_ranks_and_accumulation_deal_the_same_groups():
     two_micro = micro_batches(step, 1, 2)
     assert [two_ranks[0][0], two_ranks[1][0]] == two_micro[0]
     assert sorted(i for rank in micro_batches(step, 2, 3) for group in rank for i in group) == step
+
+
+def masked_share(config, progress, **kw):
+    shares = []
+    for epoch in range(200):
+        e = draw_example(sample(16, order=True, **kw), config, 16, EOS, 0, epoch, progress)
+        shares.append(e.masks.mean())
+    return min(shares), max(shares)
+
+
+@pytest.mark.parametrize("order", ["noise", "nll"])
+def test_noise_moves_to_noise_end_over_the_stage(order):
+    config = AdaptConfig(order=order, noise=(0.1, 0.3), noise_end=(0.8, 1.0), random_offset=0.0)
+    assert config.noise_at(0.0) == (0.1, 0.3) and config.noise_at(1.0) == (0.8, 1.0)
+    assert config.noise_at(0.5) == pytest.approx((0.45, 0.65))
+    early, late = masked_share(config, 0.0), masked_share(config, 1.0)
+    slack = 0.06 if order == "nll" else 0.35  # counts are exact by order and binomial at random
+    assert early[1] < 0.3 + slack and late[0] > 0.8 - slack
+    constant = AdaptConfig(order=order, noise=(0.1, 0.3), random_offset=0.0)
+    assert masked_share(constant, 1.0)[1] < 0.3 + slack
+
+
+def test_order_share_says_how_many_samples_are_masked_by_order():
+    made = sample(16, order=True)
+
+    def follows_order(config, epoch, progress=0.0):
+        masked = draw_example(made, config, 16, EOS, 0, epoch, progress).masks[0]
+        return made.order[masked].min() > made.order[~masked].max(initial=-1)
+
+    for share in (0.0, 0.4, 1.0):
+        config = AdaptConfig(order="nll", order_share=share, noise=(0.3, 0.7), random_offset=0.0)
+        found = np.mean([follows_order(config, epoch) for epoch in range(400)])
+        assert abs(found - share) < 0.08  # 400 draws: a deviation of at most 0.025
+
+
+@pytest.mark.parametrize("order, applies", [("nll", True), ("trajectory", False)])
+def test_a_recorded_trajectory_is_not_used_on_shifted_blocks(order, applies):
+    made = sample(16, order=True)
+    config = DistillConfig(order=order, noise=(0.5, 0.5), noise_end=None, random_offset=1.0, suffix=0.0)
+    hits = []
+    for epoch in range(60):
+        e = draw_example(made, config, 16, EOS, 0, epoch, 0.0)
+        order_of = np.concatenate([made.order, 100 + np.arange(len(e.noisy) - 16)])
+        hits.append(all(order_of[(e.block == b) & e.masks[0]].min() > order_of[(e.block == b) & ~e.masks[0]].max(initial=-1) for b in range(e.block[-1] + 1)))  # fmt: skip
+    assert np.mean(hits) == 1.0 if applies else np.mean(hits) < 0.5

@@ -5,6 +5,7 @@ combine freely; every value stands in the message as the booking spells it, so a
 and a model has to read, not to know. Templates are split: evaluation phrases are never seen in training.
 
     python benchmarks/lab/booking.py --out DIR --train 800 --eval 2400 --seed 0
+    python benchmarks/lab/booking.py --out DIR --train 0 --eval 2000 --seed 1      (recipes/booking/test.jsonl)
 """
 
 import argparse

@@ -83,6 +83,9 @@ def test_booking_command_writes_the_shipped_files(tmp_path):
     subprocess.run(command, check=True)
     for name in ("train.jsonl", "eval.jsonl"):
         assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes()
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "2000", "--seed", "1"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "eval.jsonl").read_bytes() == (SHIPPED / "test.jsonl").read_bytes()
 
 
 def test_booking_shipped_splits_do_not_overlap():
@@ -92,6 +95,10 @@ def test_booking_shipped_splits_do_not_overlap():
     assert len(set(messages)) == 3203
     assert {row["template"] for row in train}.isdisjoint(row["template"] for row in evaluation)
     assert len({row["id"] for row in train + evaluation}) == 3200
+    test = [row["instruction"] for row in read("test.jsonl")]  # claimed figures come from here, choices never do
+    assert len(set(test)) == 2000 and set(test).isdisjoint(messages)
+    quickstart = (SHIPPED.parent / "quickstart" / "prompts.jsonl").read_text().splitlines()
+    assert set(test).isdisjoint(json.loads(line)["instruction"] for line in quickstart)
 
 
 def test_booking_shipped_references_fit_the_shipped_schema():

@@ -1,6 +1,7 @@
 """`fewstep generate`: answer one prompt, and show how the answer came about."""
 
 from pathlib import Path
+from typing import Any
 
 from fewstep.errors import UserError
 
@@ -22,13 +23,22 @@ def student_folder(student: str) -> Path:
 
 
 def answer(
-    student: str, prompt: str, sampler: str, max_new_tokens: int, show_steps: bool, **settings: float | None
+    student: str,
+    prompt: str,
+    sampler: str,
+    max_new_tokens: int,
+    show_steps: bool,
+    given: list[str],
+    stop: list[str],
+    **settings: Any,
 ) -> str:
     """Return the text of the answer, its counts, and with `show_steps` the text after every forward.
 
     Args:
         student: a student's folder, or the folder of the stage that holds it.
-        settings: block_size, threshold and steps of the sampler; None: the default.
+        given: further settings of the sampler, each NAME=NUMBER.
+        stop: strings that end the answer.
+        settings: of `decode`; None: the default.
 
     Raises:
         UserError: no student there, or settings that do not go together.
@@ -36,9 +46,11 @@ def answer(
     folder = student_folder(student)
     if not prompt.strip():
         raise UserError("PROMPT is empty; give the user's message")
+    settings |= dict(map(_number, given))
     from fewstep.chat import encode_prompt, eos_ids
     from fewstep.students.convert import load_student
     from fewstep.students.decoding import decode
+    from fewstep.students.decoding.stops import stop_at
 
     model, tokenizer = load_student(folder)
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
@@ -49,6 +61,7 @@ def answer(
             sampler=sampler,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_ids(model, tokenizer),
+            stop=stop_at(stop, tokenizer) if stop else None,
             **settings,
         )[0]
     except ValueError as error:  # settings out of range, or a prompt that fills the context
@@ -60,6 +73,17 @@ def answer(
         f"\n{len(decoded.ids)} tokens in {decoded.nfe} forwards: {rate:.2f} tokens a forward ({sampler}, {decoded.finish_reason})"
     )
     return "\n".join(lines)
+
+
+def _number(setting: str) -> tuple[str, float]:
+    """Return (name, number) of NAME=NUMBER; a whole number stays whole."""
+    name, equals, value = setting.partition("=")
+    try:
+        number = float(value)
+        return name.strip(), int(value) if value.strip().lstrip("+-").isdigit() else number
+    except ValueError:
+        fault = "has no number" if equals else "has no ="
+        raise UserError(f"--setting {setting}: {fault}; give NAME=NUMBER, such as gamma=0.1") from None
 
 
 def show(steps: list[int], tokens: list[str]) -> list[str]:

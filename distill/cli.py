@@ -99,10 +99,19 @@ def doctor(json: AsJson = False) -> None:
 def generate(
     student: Student,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the user's message")],
-    sampler: Annotated[str, typer.Option(help="ar, fixed, threshold or verify")] = "threshold",
-    threshold: Annotated[float | None, typer.Option(help="threshold: commit what is at least this sure")] = None,
+    sampler: Annotated[
+        str, typer.Option(help="ar, verify, threshold, fixed, factor, entropy, klass, margin, remask or edit")
+    ] = "threshold",
+    threshold: Annotated[float | None, typer.Option(help="commit what is at least this sure")] = None,
+    steps: Annotated[int | None, typer.Option(help="denoising steps a block")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="another setting of the sampler, such as gamma=0.1")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="default: the student's own")] = None,
-    steps: Annotated[int | None, typer.Option(help="fixed: denoising steps a block")] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens that hold this mass")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="end the answer once it holds this")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate")] = 128,
     show_steps: Annotated[bool, typer.Option("--show-steps", help="show the text after every forward")] = False,
 ) -> None:
@@ -116,9 +125,14 @@ def generate(
             sampler,
             max_new_tokens,
             show_steps,
+            given=setting or [],
+            stop=stop or [],
             threshold=threshold,
-            block_size=block_size,
             steps=steps,
+            block_size=block_size,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
         )
     )
 

@@ -11,8 +11,22 @@ EVAL_VERSION = 2  # raised whenever a change could change a figure
 REPORT_VERSION = 1  # raised when the same figures would now be shown otherwise
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Shares = Annotated[list[Share], Field(min_length=1)]
+Positive = Annotated[float, Field(ge=0.0)]
+Positives = Annotated[list[Positive], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[list[Count], Field(min_length=1)]
+# setting → the samplers that take it; the same as in students/decoding, which would import torch
+OWNERS = {
+    "threshold": ("threshold", "klass", "edit"),
+    "steps": ("fixed", "remask"),
+    "factor": ("factor",),
+    "gamma": ("entropy",),
+    "margin": ("margin",),
+    "kl": ("klass",),
+    "history": ("klass",),
+    "share": ("remask",),
+    "rewrite": ("edit",),
+}
 
 
 class TaskConfig(Config):
@@ -27,22 +41,37 @@ class TaskConfig(Config):
 class SamplerConfig(Config):
     """One sampler; a list as a setting means one row of results for each value."""
 
-    name: Literal["fixed", "threshold", "verify"]
-    threshold: Share | Shares | None = Field(None, description="threshold: commit positions at least this confident")
-    steps: Count | Counts | None = Field(None, description="fixed: denoising steps a block")
+    name: Literal["threshold", "verify", "fixed", "factor", "entropy", "klass", "margin", "remask", "edit"]
+    threshold: Share | Shares | None = Field(
+        None, description="threshold, klass, edit: commit positions at least this confident"
+    )
+    steps: Count | Counts | None = Field(None, description="fixed, remask: denoising steps a block")
+    factor: Positive | Positives | None = Field(
+        None, description="factor: commit n positions while (n + 1)(1 - c_n) is below"
+    )
+    gamma: Positive | Positives | None = Field(
+        None, description="entropy: nats of entropy that may be committed at once"
+    )
+    margin: Share | Shares | None = Field(None, description="margin: least lead of the best token over the second")
+    kl: Positive | Positives | None = Field(None, description="klass: most nats that a settled distribution may move")
+    history: Count | Counts | None = Field(None, description="klass: steps for which it must have settled")
+    share: Share | Shares | None = Field(None, description="remask: share of decisions taken back in a step")
+    rewrite: Share | Shares | None = Field(
+        None, description="edit: rewrite decided tokens where another is surer than this"
+    )
     block_size: Count | Counts | None = Field(None, description="default: the student's own")
 
     @model_validator(mode="after")
     def _settings_belong_to_the_sampler(self):
-        for key, owner in (("threshold", "threshold"), ("steps", "fixed")):
-            if getattr(self, key) is not None and self.name != owner:
-                raise ValueError(f"`{key}` is a setting of the sampler {owner}, not of {self.name}; remove it")
+        for key, owners in OWNERS.items():
+            if getattr(self, key) is not None and self.name not in owners:
+                raise ValueError(f"`{key}` is a setting of {', '.join(owners)}, not of {self.name}; remove it")
         return self
 
     def settings(self) -> list[dict]:
         """Return one dict of decoding settings per combination of the listed values."""
         out: list[dict] = [{}]
-        for key in ("threshold", "steps", "block_size"):
+        for key in (*OWNERS, "block_size"):
             value = getattr(self, key)
             if value is not None:
                 out = [{**s, key: v} for s in out for v in (value if isinstance(value, list) else [value])]

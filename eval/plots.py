@@ -205,6 +205,12 @@ def _mark(mark: str, style: str, x: float, y: float, tip: str) -> str:
         "ring": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"',
         "square": f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"',
         "diamond": f'<path d="M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"',
+        "up": f'<path d="M{x:.1f} {y - 5.5:.1f}l5.5 9.5l-11 0z"',
+        "down": f'<path d="M{x:.1f} {y + 5.5:.1f}l5.5 -9.5l-11 0z"',
+        "left": f'<path d="M{x - 5.5:.1f} {y:.1f}l9.5 5.5l0 -11z"',
+        "right": f'<path d="M{x + 5.5:.1f} {y:.1f}l-9.5 5.5l0 -11z"',
+        "plus": f'<path d="M{x - 1.5:.1f} {y - 5:.1f}h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z"',
+        "bar": f'<rect x="{x - 5:.1f}" y="{y - 2:.1f}" width="10" height="4"',
     }[mark]
     inner = f"<title>{escape(tip)}</title>" if tip else ""
     return f'{shape} class="mark {style}{" hollow" if mark == "ring" else ""}">{inner}</{shape[1:].split(" ")[0]}>'

@@ -18,7 +18,8 @@ from fewstep.eval.provenance import definitions, effort_levels, not_measured, wh
 from fewstep.eval.samples import choose, sample_html
 from fewstep.eval.tables import SYSTEMS, Row, brackets, more_table, results_table, row_name
 
-MARKS = {"threshold": "circle", "fixed": "square", "verify": "diamond", "ar": "ring"}
+MARKS = {"threshold": "circle", "fixed": "square", "verify": "diamond", "ar": "ring", "factor": "up", "entropy": "down"}
+MARKS |= {"klass": "left", "margin": "right", "remask": "plus", "edit": "bar"}
 HELD_OUT = "held_out_"  # prefix of the held-out losses in metrics.jsonl
 
 

@@ -106,10 +106,12 @@ def of_row(row: dict) -> str:
 def setting_name(sampler: str, settings: dict) -> str:
     """Return how a person names a sampler with its settings, such as threshold 0.9 or fixed, 2 steps."""
     text = "AR, greedy" if sampler == "ar" else sampler
-    if "threshold" in settings:
-        text += f" {settings['threshold']:g}"
+    if sampler in settings:  # threshold, factor and margin take a number of their own name
+        text += f" {settings[sampler]:g}"
     if "steps" in settings:
         text += f", {settings['steps']} step{'s' if settings['steps'] != 1 else ''} a block"
+    named = {k: v for k, v in settings.items() if k not in (sampler, "steps", "block_size")}
+    text += "".join(f", {key} {value:g}" for key, value in named.items())
     if "block_size" in settings:
         text += f", block {settings['block_size']}"
     return text

@@ -120,7 +120,7 @@ async def _answer(request: Request, ask: Ask, served: Served, worker: Worker) ->
 
         return emit
 
-    jobs = [Job(p, ask.sampling, ask.stops, ask.trace, emitter(i)) for i, p in enumerate(ask.prompts)]
+    jobs = [Job(p, ask.sampling, ask.stops, ask.trace, ask.seed + i, emitter(i)) for i, p in enumerate(ask.prompts)]
     try:
         worker.submit(jobs)
     except Busy as error:

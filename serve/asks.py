@@ -2,25 +2,24 @@
 
 import difflib
 import json
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from fewstep.chat import encode_prompt
 from fewstep.serve.worker import Sampling
-from fewstep.students.decoding import decode
-from fewstep.students.decoding.fixed import check as check_steps
-from fewstep.students.decoding.threshold import check as check_threshold
+from fewstep.students.decoding.decode import SETTINGS as SAMPLER_SETTINGS
+from fewstep.students.decoding.decode import check_drawing, decode
 
 MAX_TOKENS = 512  # of an answer whose request names no limit
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_LENGTH = 64, 16, 256
 
-SETTINGS = ("sampler", "threshold", "block_size", "steps")
-COMMON = {"model", "max_tokens", "stream", "stream_options", "stop", "seed", "user", "effort", "trace", *SETTINGS}
+SETTINGS = ("sampler", "block_size", *SAMPLER_SETTINGS)
+COMMON = {"model", "max_tokens", "stream", "stream_options", "stop", "temperature", "top_p", "seed", "user", "effort"}
+COMMON |= {"trace", *SETTINGS}
 KNOWN = {"chat": COMMON | {"messages", "max_completion_tokens"}, "completion": COMMON | {"prompt"}}
 # Fields of OpenAI's that are accepted with the values under which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (0,),
-    "top_p": (1,),
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -41,9 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
 }
 WHY = {
-    "temperature": "decoding is greedy today: leave it out or give 0",
-    "top_p": "decoding is greedy today: leave it out or give 1",
-    "n": "one answer a prompt: decoding is greedy, so all would be alike",
+    "n": "one answer a prompt: send the request again with another seed",
     "logprobs": "log-probabilities are not returned: leave it out",
     "top_logprobs": "log-probabilities are not returned: leave it out",
 }
@@ -85,6 +82,7 @@ class Ask:
     stream: bool
     include_usage: bool
     trace: bool
+    seed: int  # of the first prompt's draws; each further prompt's is one higher
 
 
 def parse(kind: str, body: bytes, served: Served) -> Ask:
@@ -116,12 +114,14 @@ def parse(kind: str, body: bytes, served: Served) -> Ask:
         raise Refused(
             f"model {_short(model)} is not served here; this server has {served.name}", "model", 404, "model_not_found"
         )
-    _typed(given, "seed", int)  # greedy decoding keeps every seed's promise
+    seed = _typed(given, "seed", int)  # gives the same answers again; without one every request draws anew
     _typed(given, "user", str)
     options = _typed(given, "stream_options", dict) or {}
     if set(options) - {"include_usage", "include_obfuscation"} or options.get("include_obfuscation"):
         raise Refused(f"stream_options={_short(options)}: only include_usage is supported", "stream_options")
     sampling = _sampling(given, served)
+    if seed is None:
+        seed = secrets.randbits(62) if sampling.temperature > 0 else 0
     prompts = _chat(given, served) if kind == "chat" else _completion(given, served)
     for prompt in prompts:
         if not prompt:
@@ -139,6 +139,7 @@ def parse(kind: str, body: bytes, served: Served) -> Ask:
         bool(_typed(given, "stream", bool)),
         bool(_typed(options, "include_usage", bool)),
         bool(_typed(given, "trace", bool)),
+        seed,
     )
 
 
@@ -162,32 +163,28 @@ def _sampling(given: dict[str, Any], served: Served) -> Sampling:
     if len(set(limits.values())) > 1:
         raise Refused("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     max_tokens = min(next(iter(limits.values()), MAX_TOKENS), served.context)
-    settings = {
-        "sampler": _typed(given, "sampler", str),
-        "threshold": _typed(given, "threshold", int, float),
-        "block_size": _typed(given, "block_size", int),
-        "steps": _typed(given, "steps", int),
-    }
+    settings = {"sampler": _typed(given, "sampler", str), "block_size": _typed(given, "block_size", int)}
+    settings |= {name: _typed(given, name, int, float) for name in SAMPLER_SETTINGS}
     settings = {name: value for name, value in settings.items() if value is not None}
     level = _typed(given, "effort", str)
     if level is not None:
         if settings:
             raise Refused(f"effort names the sampler and its settings: leave out {', '.join(settings)}", "effort")
         settings = _effort(level, served)
-    sampler = settings.pop("sampler", "threshold")
+    sampler, block_size = settings.pop("sampler", "threshold"), settings.pop("block_size", None)
+    temperature, top_p = _typed(given, "temperature", int, float), _typed(given, "top_p", int, float)
+    temperature, top_p = 0.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
+    drawing = {"temperature": [temperature], "top_p": [top_p]}
     try:
         # without a prompt decode checks its settings and returns
-        decode(served.model, [], sampler=sampler, max_new_tokens=max_tokens, eos_token_ids=[], **settings)
-        if "threshold" in settings:
-            check_threshold(settings["threshold"])
-        if "steps" in settings:
-            check_steps(settings["steps"])
+        decode(served.model, [], sampler=sampler, max_new_tokens=max_tokens, eos_token_ids=[], block_size=block_size, **settings)  # fmt: skip
+        check_drawing(1, **drawing)
     except ValueError as error:
-        named = {str(error).find(name): name for name in SETTINGS}  # the field at fault stands first
+        named = {str(error).find(name): name for name in (*SETTINGS, *drawing)}  # the field at fault stands first
         raise Refused(str(error), named[min(at for at in named if at >= 0)]) from None
     if sampler in ("ar", "verify") and served.model.config.fewstep["attention"] == "bidirectional":
         raise Refused(f"sampler {sampler} needs a causal clean stream; this student has none: use threshold", "sampler")
-    return Sampling(sampler, max_tokens, **settings)
+    return Sampling(sampler, max_tokens, block_size, temperature, top_p, tuple(sorted(settings.items())))
 
 
 def _effort(level: str, served: Served) -> dict[str, Any]:

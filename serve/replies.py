@@ -76,9 +76,9 @@ class Reply:
     def _fewstep(self, ends: Sequence[End]) -> dict[str, Any]:
         tokens, nfe = sum(end.num_tokens for end in ends), sum(end.nfe for end in ends)
         sampling = self._ask.sampling
-        settings = {k: getattr(sampling, k) for k in ("block_size", "threshold", "steps")}
-        out: dict[str, Any] = {"nfe": nfe, "tpf": tokens / nfe, "sampler": sampling.sampler}
-        out.update({name: value for name, value in settings.items() if value is not None})
+        out: dict[str, Any] = {"nfe": nfe, "tpf": tokens / nfe, "sampler": sampling.sampler, **dict(sampling.settings)}
+        if sampling.block_size is not None:
+            out["block_size"] = sampling.block_size
         if self._ask.trace:
             out["trace"] = [{"tokens": end.tokens, "steps": end.steps} for end in ends]
         return out

@@ -4,7 +4,7 @@ import copy
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fewstep.serve.text import Detokenizer, Stops
@@ -21,8 +21,9 @@ class Sampling:
     sampler: str
     max_tokens: int
     block_size: int | None = None
-    threshold: float | None = None
-    steps: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    settings: tuple[tuple[str, float], ...] = ()  # the sampler's own, sorted by name
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Job:
     sampling: Sampling
     stops: tuple[str, ...]
     trace: bool
+    seed: int
     emit: Callable[[str | End | Exception], None]
     gone: bool = False
 
@@ -135,8 +137,8 @@ class Worker:
             return batch
 
     def _answer(self, batch: list[Job]) -> None:
-        settings = asdict(batch[0].sampling)
-        limit = settings.pop("max_tokens")
+        how = batch[0].sampling
+        limit = how.max_tokens
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 10**9  # as decode
         rows = [_Row(j, self._tokenizer, self._eos, min(limit, context - len(j.prompt))) for j in batch]
         forwards = 0
@@ -156,10 +158,15 @@ class Worker:
             decoded = decode(
                 self._model,
                 [job.prompt for job in batch],
+                sampler=how.sampler,
                 max_new_tokens=limit,
                 eos_token_ids=self._eos,
+                block_size=how.block_size,
+                temperature=how.temperature,
+                top_p=how.top_p,
+                seed=[job.seed for job in batch],
                 on_tokens=on_tokens,
-                **settings,
+                **dict(how.settings),
             )
             for row, done in zip(rows, decoded):
                 row.close(done)

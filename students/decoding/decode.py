@@ -3,19 +3,24 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 # transformers copies what it finds in `from .file import name`; `from . import file` would not travel
 from .denoise import denoise
-from .fixed import check as check_steps
-from .fixed import select as select_fixed
+from .edit import EDIT
+from .entropy import ENTROPY
+from .factor import FACTOR
+from .fixed import FIXED
 from .forward import Forward
+from .klass import KLASS
+from .margin import MARGIN
+from .remask import REMASK
 from .rows import Row
-from .threshold import check as check_threshold
-from .threshold import select as select_threshold
+from .threshold import THRESHOLD
 from .verify import verify
 
-SAMPLERS = ("ar", "fixed", "threshold", "verify")
+BLOCKWISE = {s.name: s for s in (FIXED, THRESHOLD, FACTOR, ENTROPY, KLASS, MARGIN, REMASK, EDIT)}
+SAMPLERS = ("ar", *BLOCKWISE, "verify")
+SETTINGS = tuple(dict.fromkeys(key for sampler in BLOCKWISE.values() for key in sampler.settings))
 
 
 @dataclass
@@ -44,26 +49,32 @@ def decode(
     prompts: list[list[int]],
     *,
     sampler: str = "threshold",
-    max_new_tokens: int,
+    max_new_tokens: int | list[int],
     eos_token_ids: list[int],
     block_size: int | None = None,
-    threshold: float | None = None,
-    steps: int | None = None,
+    temperature: float | list[float] = 0.0,
+    top_p: float | list[float] = 1.0,
+    seed: int | list[int] = 0,
+    stop: Callable[[list[int], int], int | None] | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    **settings,
 ) -> list[Decoded]:
-    """Answer `prompts` together; every row ends on its own.
+    """Answer `prompts` together; every row ends on its own, and none depends on the others.
 
     Args:
         model: a causal LM in eval mode. Samplers other than `ar` need a student: `config.fewstep`.
         prompts: token ids, one non-empty list a row.
-        sampler: `ar` (cached, no drafting), `fixed`, `threshold` or `verify`.
+        sampler: `ar` (cached, no drafting), `verify` (lossless), or one of BLOCKWISE.
         max_new_tokens: the most tokens generated a row; less where the context ends.
         eos_token_ids: tokens that end a row.
         block_size: default and most: the student's own.
-        threshold: for `threshold`, in [0, 1]; default 0.9.
-        steps: for `fixed`, denoising steps a block; default: one a position.
+        temperature: 0 is greedy; above it tokens are drawn, keyed by (seed, position, step).
+        top_p: of (0, 1]; drawn are the likeliest tokens that hold this mass.
+        seed: of the row's draws.
+        stop: see `stops.stop_at`.
         on_tokens: called with a prompt's index and the tokens that just joined its contiguous answer:
             a finished block, or an accepted run. What it raises ends the decoding of all rows.
+        settings: the sampler's own (`threshold`, `steps`, …; see its file), each a number or one a row.
 
     Returns:
         One `Decoded` a prompt, in order.
@@ -72,14 +83,7 @@ def decode(
         ValueError: for settings out of range, an empty prompt, or one that fills the context.
     """
     started = time.perf_counter()
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is unknown; use one of {', '.join(SAMPLERS)}")
-    if threshold is not None and sampler != "threshold" or steps is not None and sampler != "fixed":
-        raise ValueError(
-            f"sampler {sampler}: threshold belongs to `threshold` and steps to `fixed`; leave the other out"
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be ≥ 1")
+    settings = check_settings(sampler, settings)
     block_size = _block_size(model, sampler, block_size)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
     for i, prompt in enumerate(prompts):
@@ -87,25 +91,79 @@ def decode(
             raise ValueError(f"prompt {i} is empty: give at least one token")
         if len(prompt) >= context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens, the model's context {context}: shorten the prompt")
+    budgets = _per_row("max_new_tokens", max_new_tokens, len(prompts), lambda v: v >= 1, "must be ≥ 1")
+    drawing = check_drawing(len(prompts), temperature, top_p, seed)
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) != len(prompts):
+            raise ValueError(f"{name} has {len(value)} values for {len(prompts)} prompts: give one, or one for each")
     if not prompts:
         return []
     eos = frozenset(eos_token_ids)
-    rows = [Row(i, p, min(max_new_tokens, context - len(p)), eos, started, on_tokens) for i, p in enumerate(prompts)]
+    rows = [
+        Row(i, p, min(n, context - len(p)), eos, started, on_tokens, temperature=t, top_p=tp, seed=s, stop=stop)
+        for i, (p, n, (t, tp, s)) in enumerate(zip(prompts, budgets, drawing))
+    ]
     forward = Forward(model, capacity=max(len(r.pending) + r.budget for r in rows))
-    if sampler == "fixed":
-        steps = block_size if steps is None else steps
-        check_steps(steps)
-        denoise(forward, rows, block_size, partial(select_fixed, steps=steps))
-    elif sampler == "threshold":
-        threshold = 0.9 if threshold is None else threshold
-        check_threshold(threshold)
-        denoise(forward, rows, block_size, partial(select_threshold, threshold=threshold))
+    if sampler in BLOCKWISE:
+        denoise(forward, rows, block_size, BLOCKWISE[sampler], settings)
     else:
         verify(forward, rows, block_size)
     return [
         Decoded(r.ids, r.finish_reason or "length", r.nfe, r.steps, r.confidence, r.positions, r.first_token_s or 0.0)
         for r in rows
     ]
+
+
+def check_drawing(count: int, temperature=0.0, top_p=1.0, seed=0) -> list[tuple[float, float, int]]:
+    """Return (temperature, top_p, seed) of each of `count` rows.
+
+    Raises:
+        ValueError: for one out of range, or a list of another length.
+    """
+    return list(
+        zip(
+            _per_row("temperature", temperature, count, lambda v: 0 <= v < float("inf"), "must be a number ≥ 0"),
+            _per_row("top_p", top_p, count, lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+            _per_row("seed", seed, count, lambda v: isinstance(v, int), "must be a whole number"),
+        )
+    )
+
+
+def check_settings(sampler: str, settings: dict) -> dict:
+    """Return every setting of a sampler with its value: as given, or the default where None.
+
+    Raises:
+        ValueError: for an unknown sampler, a setting of another one, or one out of range.
+    """
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler!r} is unknown; use one of {', '.join(SAMPLERS)}")
+    own = BLOCKWISE[sampler].settings if sampler in BLOCKWISE else {}
+    out = {}
+    for key, value in settings.items():
+        if value is not None and key not in own:
+            owners = [name for name, other in BLOCKWISE.items() if key in other.settings]
+            also = f"belongs to {', '.join(owners)}" if owners else "is no setting of any sampler"
+            raise ValueError(f"sampler {sampler}: {key} {also}; leave it out")
+    for key, setting in own.items():
+        value = settings.get(key)
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        for one in values:
+            if one is not None and not setting.takes(one):
+                raise ValueError(f"{key}={one!r}: the sampler `{sampler}` needs {setting.wanted()}")
+        filled = [setting.default if one is None else one for one in values]
+        out[key] = filled if isinstance(value, (list, tuple)) else filled[0]
+    return out
+
+
+def _per_row(name: str, value, count: int, holds: Callable, rule: str) -> list:
+    """Return one value a row, each of them checked."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values for {count} prompts: give one, or one for each")
+    for one in values[:1] if not isinstance(value, (list, tuple)) else values:
+        if isinstance(one, bool) or not isinstance(one, (int, float)) or not holds(one):
+            raise ValueError(f"{name}={one!r}: {rule}")
+    return values
 
 
 def _block_size(model, sampler: str, block_size: int | None) -> int:

@@ -1,29 +1,27 @@
-"""The block loop: draft a block, commit the confident positions, repeat; then the next block.
+"""The block loop: draft a block, commit what the sampler chooses, repeat; then the next block.
 
 Shapes: B rows still active, S largest block among them, V vocabulary.
 
 A finished block enters the cache in the same forward that drafts the next one.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from .forward import Forward
 from .rows import Row
+from .sampler import Draft, Sampler
+from .sampling import distribution, draw
 
-# select(confidence [B, S] f32, candidates [B, S] bool, step [B] int64, size [B] int64) -> [B, S] bool
-Select = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-
-def denoise(forward: Forward, rows: list[Row], block_size: int, select: Select) -> None:
+def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler, settings: dict) -> None:
     """Decode every row to its end, in place.
 
     Args:
         forward: the student with an empty cache.
         rows: one per prompt.
         block_size: S; a row's last block is shorter where its budget ends.
-        select: which of the candidate positions to commit; the most confident one always is.
+        sampler: chooses which of the candidate positions to commit; the most confident one always is.
+        settings: the sampler's, each a number, or a list with one for every row.
     """
     mask = forward.mask_token_id
     if mask is None:
@@ -39,19 +37,20 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, select: Select) 
         logits = forward([r.length for r in active], [r.pending for r in active], noisy, keep=max(map(len, noisy)))
         S = max(len(b.ids) for b in current)
         logits = logits[:, :S]  # [B, S, V]; the canvas beyond the block is context only
-        top, token = logits.max(-1)
-        confidence = (top - logits.logsumexp(-1)).exp()  # [B, S]
-        candidates = torch.tensor([b.candidates(row.eos, mask, S) for row, b in zip(active, current)])
-        candidates = candidates.to(confidence.device)
-        confidence = confidence.masked_fill(~candidates, -torch.inf)
-        step, size = torch.tensor([[b.step, len(b.ids)] for b in current], device=confidence.device).T
-        commit = select(confidence, candidates, step, size) & candidates
-        best = confidence.argmax(-1)
-        commit[torch.arange(len(active)), best] = True  # progress: at least one token a forward
+        draft = _draft(logits, active, current, mask)
+        values = {name: _column(value, active, logits) for name, value in settings.items()}
+        if sampler.stays is not None:
+            _follow(draft, current, sampler, values)
+        commit = sampler.select(draft, **values) & draft.candidates
+        best = draft.confidence.argmax(-1)
+        commit[torch.arange(len(active)), best] = draft.candidates.any(-1)  # progress: at least one token a forward
+        change = _revision(draft, current, commit, sampler, values)
 
-        picked = zip(active, current, commit.tolist(), token.tolist(), confidence.tolist())
-        for row, block, commit_r, token_r, confidence_r in picked:
+        picked = zip(active, current, commit.tolist(), draft.token.tolist(), draft.confidence.tolist(), change)
+        for row, block, commit_r, token_r, confidence_r, change_r in picked:
             block.commit(commit_r, token_r, confidence_r, row.nfe - 1)
+            for i, (token, confidence) in change_r.items():
+                block.revise(i, token, confidence, row.nfe - 1)
             if block.ids[0] != mask:
                 row.saw_token()
             if not whole_canvas:
@@ -66,12 +65,72 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, select: Select) 
                 forward.cache.keep(kept)
 
 
+def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: int) -> Draft:
+    """Return what the sampler sees: drawn where a row has a temperature, the most likely tokens elsewhere."""
+    S, device = logits.shape[1], logits.device
+    token = logits.argmax(-1)  # [B, S]
+    candidates = torch.tensor([b.candidates(r.eos, mask, S) for r, b in zip(rows, blocks)], device=device)
+    for i, (row, block) in enumerate(zip(rows, blocks)):
+        if row.temperature > 0:
+            for j in candidates[i].nonzero().flatten().tolist():
+                p = distribution(logits[i, j][None], row.temperature, row.top_p)[0]
+                token[i, j] = draw(p, row.seed, row.position + j, block.step)
+    chosen = logits.gather(-1, token[..., None])[..., 0]
+    confidence = (chosen - logits.logsumexp(-1)).exp().masked_fill(~candidates, -torch.inf)
+    ids = torch.tensor([b.ids + [mask] * (S - len(b.ids)) for b in blocks], device=device)
+    step, size = torch.tensor([[b.step, len(b.ids)] for b in blocks], device=device).T
+    return Draft(logits, token, confidence, candidates, ids, ids != mask, step, size)
+
+
+def _column(value, rows: list[Row], like: torch.Tensor) -> torch.Tensor:
+    """Return a setting as [B, 1] f32 of the active rows, or [1, 1] where all share it."""
+    values = [value[row.index] for row in rows] if isinstance(value, list) else [value]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _follow(draft: Draft, blocks: list["_Block"], sampler: Sampler, values: dict) -> None:
+    """Show the sampler the step before, and count for how long its `stays` has held."""
+    S = draft.logits.shape[1]
+    unknown = torch.full_like(draft.logits[0], torch.nan)
+    draft.previous = torch.stack([unknown if b.previous is None else b.previous[:S] for b in blocks])
+    held = torch.tensor([b.stable + [0] * (S - len(b.stable)) for b in blocks], device=unknown.device)
+    draft.stable = torch.where(sampler.stays(draft, **values), held + 1, 0)
+    for block, previous, stable in zip(blocks, draft.logprobs, draft.stable.tolist()):
+        block.previous, block.stable = previous, stable[: len(block.ids)]
+
+
+def _revision(draft: Draft, blocks: list["_Block"], commit: torch.Tensor, sampler: Sampler, values: dict) -> list[dict]:
+    """Return, for each row, position → (new token or None for the mask, its confidence)."""
+    if sampler.revise is None:
+        return [{}] * len(blocks)
+    S = commit.shape[1]
+    before = torch.tensor([b.confidence + [0.0] * (S - len(b.ids)) for b in blocks], device=commit.device)
+    draft.decided = draft.committed | commit
+    confidence = torch.where(commit, draft.confidence, before)
+    draft.decided_confidence = confidence.masked_fill(~draft.decided, torch.inf)
+    change = sampler.revise(draft, **values)
+    out: list[dict] = []
+    for i, block in enumerate(blocks):
+        places = change[i].nonzero().flatten().tolist() if block.revisions < REVISIONS * len(block.ids) else []
+        block.revisions += len(places)
+        best = draft.logprobs[i].max(-1)
+        new = [(int(best.indices[j]), float(best.values[j].exp())) if sampler.rewrite else (None, 0.0) for j in places]
+        out.append(dict(zip(places, new)))
+    return out
+
+
+REVISIONS = 4  # changes a position, on average, after which a block's decisions stand
+
+
 class _Block:
     """The block being decoded: its ids, and when and how confidently each was committed."""
 
     def __init__(self, row: Row, block_size: int, mask: int):
         size = min(block_size, row.remaining)
         self.ids, self.steps, self.confidence, self.step = [mask] * size, [0] * size, [0.0] * size, 0
+        self.mask, self.revisions = mask, 0
+        self.previous: torch.Tensor | None = None
+        self.stable = [0] * size
 
     def candidates(self, eos: frozenset[int], mask: int, width: int) -> list[bool]:
         """Return which of `width` positions may be committed: masked, and before any EOS already decided."""
@@ -83,6 +142,10 @@ class _Block:
             if yes:
                 self.ids[i], self.steps[i], self.confidence[i] = token[i], forward, confidence[i]
         self.step += 1
+
+    def revise(self, i: int, token: int | None, confidence: float, forward: int) -> None:
+        self.ids[i] = self.mask if token is None else token
+        self.steps[i], self.confidence[i] = forward, confidence
 
     def finished(self, eos: frozenset[int], mask: int) -> bool:
         """True once every position is decided, or every one up to an EOS."""

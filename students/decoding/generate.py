@@ -5,8 +5,9 @@ model.generate(input_ids, custom_generate=folder, trust_remote_code=True, thresh
 
 import torch
 
-from .decode import decode
+from .decode import SETTINGS, decode
 from .gated import load_adapter
+from .stops import stop_at
 
 
 def generate(
@@ -21,8 +22,12 @@ def generate(
     pad_token_id: int | None = None,
     sampler: str | None = None,
     block_size: int | None = None,
-    threshold: float | None = None,
-    steps: int | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer=None,
     **others,
 ) -> torch.Tensor:
     """Answer a batch of prompts in few steps; like `model.generate`, prompts come first in each row.
@@ -31,8 +36,12 @@ def generate(
         model: the student, as `AutoModelForCausalLM` loaded it.
         inputs, input_ids: [B, L] int64 prompt ids, padded on either side where `attention_mask` is 0.
         generation_config: read for max_new_tokens, eos_token_id and pad_token_id.
-        sampler: `threshold` (default), `fixed`, `verify` (the AR model's own text) or `ar`.
-        block_size, threshold, steps: the sampler's settings; see `decode`.
+        sampler: `threshold` (default), `verify` (the AR model's own text or distribution), `ar`, or another of `decode`'s.
+        block_size: default and most: the student's own.
+        do_sample, temperature, top_p: greedy unless do_sample is true or a temperature above 0 is given.
+        seed: row i draws with seed + i; default: from torch's global generator.
+        stop_strings, tokenizer: a row also ends once it has written one of the strings.
+        others: the sampler's settings, such as `threshold` or `steps`.
 
     Returns:
         [B, L + T] int64: prompts, then answers, padded on the right.
@@ -40,9 +49,11 @@ def generate(
     Raises:
         ValueError: for an argument that this decoding does not know, so that no setting is ignored.
     """
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False)
+    unknown = sorted(k for k, v in others.items() if k not in SETTINGS and v is not None and v is not False)
     if unknown:
         raise ValueError(f"few-step decoding does not take {', '.join(unknown)}; leave it out")
+    if stop_strings is not None and tokenizer is None:
+        raise ValueError("stop_strings needs the tokenizer: give tokenizer=…")
     prompts = input_ids if input_ids is not None else inputs
     if prompts is None:
         raise ValueError("few-step decoding needs input_ids")
@@ -56,6 +67,13 @@ def generate(
     keep = attention_mask.bool() if attention_mask is not None else torch.ones_like(prompts, dtype=torch.bool)
     if (getattr(model.config, "fewstep", None) or {}).get("adapter") == "gated":
         _load_hub_adapter(model)
+    if temperature is None:
+        temperature = (config.temperature or 1.0) if do_sample else 0.0
+    if do_sample is False:
+        temperature = 0.0
+    if seed is None:
+        seed = int(torch.randint(2**62, (1,))) if temperature > 0 else 0
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     model.eval()
     answers = decode(
         model,
@@ -64,8 +82,11 @@ def generate(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos,
         block_size=block_size,
-        threshold=threshold,
-        steps=steps,
+        temperature=temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=[seed + i for i in range(len(prompts))],
+        stop=stop_at(strings, tokenizer) if strings else None,
+        **{k: v for k, v in others.items() if k in SETTINGS},
     )
     longest = max(len(a.ids) for a in answers)
     tail = torch.tensor([a.ids + [pad] * (longest - len(a.ids)) for a in answers], device=prompts.device)

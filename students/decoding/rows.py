@@ -8,7 +8,8 @@ class Row:
     """One prompt being answered.
 
     `length` counts the tokens in the cache; `pending` are decided tokens that are not there yet;
-    `ids` are the generated tokens so far, `on_tokens` is told of each run of them.
+    `ids` are the generated tokens so far, `on_tokens` is told of each run of them. `stop` is asked
+    how many of them to keep: None while nothing ends the text.
     """
 
     def __init__(
@@ -19,9 +20,15 @@ class Row:
         eos: frozenset[int],
         started: float,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Callable[[list[int], int], int | None] | None = None,
     ):
         self.index, self.budget, self.eos, self.started, self.on_tokens = index, budget, eos, started, on_tokens
-        self.length, self.pending = 0, list(prompt)
+        self.temperature, self.top_p, self.seed, self.stop = temperature, top_p, seed, stop
+        self.prompt_length, self.length, self.pending = len(prompt), 0, list(prompt)
         self.ids: list[int] = []
         self.steps: list[int] = []
         self.confidence: list[float] = []
@@ -32,6 +39,11 @@ class Row:
     @property
     def remaining(self) -> int:
         return self.budget - len(self.ids)
+
+    @property
+    def position(self) -> int:
+        """The absolute position of the next generated token."""
+        return self.prompt_length + len(self.ids)
 
     def count(self, num_positions: int) -> None:
         """Count one forward that computed `num_positions` of this row; a prompt's own are left out."""
@@ -44,7 +56,7 @@ class Row:
             self.first_token_s = time.perf_counter() - self.started
 
     def extend(self, ids: list[int], steps: list[int], confidence: list[float]) -> bool:
-        """Append decided tokens up to the first EOS or the budget; return whether the row is finished."""
+        """Append decided tokens up to the first EOS, stop or the budget; return whether the row is finished."""
         before = len(self.ids)
         for token, step, c in zip(ids, steps, confidence):
             self.ids.append(token)
@@ -56,6 +68,9 @@ class Row:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
+        if self.stop is not None and (keep := self.stop(self.ids, before)) is not None:
+            del self.ids[keep:], self.steps[keep:], self.confidence[keep:]
+            self.finish_reason = "stop"
         if self.on_tokens is not None:
             self.on_tokens(self.index, self.ids[before:])
         return self.finish_reason is not None

@@ -2,18 +2,26 @@
 
 Shapes: B rows still active, C clean and S noisy queries, V vocabulary.
 
+With a temperature it is speculative sampling: a drafted token x is accepted with probability
+min(1, p(x)/q(x)), else one is drawn from (p - q)+; p is the clean stream's distribution and q the
+noisy block's, both after temperature and top-p. Each draft comes from one forward, its tokens drawn
+independently, so what follows a rejected token is still a draw from its q and may be checked.
+
 The clean stream's next token (the anchor) is always known. One forward runs `[anchor + draft]`
 causally, which writes the cache and yields the clean stream's own tokens, and drafts the block after
 it on the assumption that the whole draft is accepted. Where it is not, the next forward checks the
 rest of the draft behind the true token, or redrafts from the true anchor. Without a draft (`block_size` 1) this is ordinary cached AR decoding.
 """
 
+import torch
+
 from .forward import Forward
 from .rows import Row
+from .sampling import ACCEPT, AGAIN, DRAFT, distribution, draw, uniform
 
 
 def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
-    """Decode every row to its end, in place; the output is the clean stream's greedy text.
+    """Decode every row to its end, in place: the clean stream's greedy text, or a draw from its distribution.
 
     Args:
         forward: the student with an empty cache.
@@ -30,7 +38,7 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
     mask = forward.mask_token_id
     if mask is None and block_size > 1:
         raise ValueError("this model is no few-step student: its config.json has no `fewstep` section; use sampler ar")
-    drafts: dict[int, list[int]] = {row.index: [] for row in rows}  # tokens proposed to follow the anchor
+    drafts: dict[int, _Drafted] = {row.index: _Drafted() for row in rows}  # tokens proposed to follow the anchor
     redraft: dict[int, bool] = {row.index: False for row in rows}
     active, prefill = list(rows), True
     while active:
@@ -40,7 +48,7 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
                 clean.append([])
                 noisy.append(row.pending + [mask] * min(block_size - 1, row.remaining))
                 continue
-            draft = drafts[row.index]
+            draft = drafts[row.index].ids
             clean.append(row.pending + draft)
             ends = bool(draft) and draft[-1] in row.eos  # nothing follows an EOS
             room = row.remaining - len(draft)  # tokens after the draft: the next anchor and its draft
@@ -55,33 +63,38 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
         confidence = (top - logits.logsumexp(-1)).exp()
         token, confidence = token.tolist(), confidence.tolist()  # [B, keep]
         for i, row in enumerate(active):
-            noisy_tokens = token[i][keep - S :]
+            drafted = _Drafted() if not noisy[i] else _propose(row, logits[i], token[i], keep - S, len(noisy[i]))
             if redraft[row.index]:
-                drafts[row.index] = _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1)
+                drafts[row.index] = drafted.cut(row.eos, row.remaining - 1)
                 redraft[row.index] = False
                 continue
             draft = drafts[row.index]
-            first = keep - S - 1 - len(draft)  # the query of the anchor, or of the last prompt token
-            decided, agreed = [], 0
-            for j in range(len(draft) + 1):
-                decided.append(token[i][first + j])
-                if j < len(draft) and draft[j] == decided[j]:
-                    agreed += 1
+            first = keep - S - 1 - len(draft.ids)  # the query of the anchor, or of the last prompt token
+            decided, agreed, sure = [], 0, []
+            for j in range(len(draft.ids) + 1):
+                if row.temperature > 0:
+                    chosen, same = _decide(row, logits[i, first + j], draft, j)
+                    sure.append(float(logits[i, first + j].log_softmax(-1)[chosen].exp()))
                 else:
+                    chosen = token[i][first + j]
+                    same = j < len(draft.ids) and draft.ids[j] == chosen
+                    sure.append(confidence[i][first + j])
+                decided.append(chosen)
+                if not same:
                     break
+                agreed += 1
             row.length += len(row.pending) + agreed
             row.saw_token()
-            forwards = [row.nfe - 1] * len(decided)
-            row.extend(decided, forwards, confidence[i][first : first + len(decided)])
+            row.extend(decided, [row.nfe - 1] * len(decided), sure)
             row.pending = decided[-1:]
-            if agreed == len(draft):
-                drafts[row.index] = _cut(noisy_tokens[1 : len(noisy[i])], row.eos, row.remaining - 1)
+            if agreed == len(draft.ids):
+                drafts[row.index] = drafted.cut(row.eos, row.remaining - 1)
                 continue
             # One wrong token seldom spoils the rest: what followed it is checked behind the right one, in a
             # forward that yields a token anyhow. Only a draft that failed at once is drawn anew.
-            rest = draft[agreed + 1 :] if agreed else []
-            drafts[row.index] = _cut(rest, row.eos, row.remaining - 1)
-            redraft[row.index] = not rest and row.remaining > 1
+            rest = draft.after(agreed + 1) if agreed else _Drafted()
+            drafts[row.index] = rest.cut(row.eos, row.remaining - 1)
+            redraft[row.index] = not rest.ids and row.remaining > 1
         prefill = False
         kept = [i for i, row in enumerate(active) if row.finish_reason is None]
         if len(kept) < len(active):
@@ -90,7 +103,46 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
                 forward.cache.keep(kept)
 
 
-def _cut(draft: list[int], eos: frozenset[int], room: int) -> list[int]:
-    """End a draft after its first EOS and at `room` tokens."""
-    end = next((i + 1 for i, t in enumerate(draft) if t in eos), len(draft))
-    return draft[: max(0, min(end, room))]
+class _Drafted:
+    """Tokens proposed to follow the anchor, and where they were drawn the [n, V] f64 distributions they came from."""
+
+    def __init__(self, ids: list[int] | None = None, q: torch.Tensor | None = None):
+        self.ids, self.q = ids or [], q
+
+    def after(self, first: int) -> "_Drafted":
+        return _Drafted(self.ids[first:], None if self.q is None else self.q[first:])
+
+    def cut(self, eos: frozenset[int], room: int) -> "_Drafted":
+        """End the draft after its first EOS and at `room` tokens."""
+        end = next((i + 1 for i, t in enumerate(self.ids) if t in eos), len(self.ids))
+        return _Drafted(self.ids[: max(0, min(end, room))], self.q)
+
+
+def _propose(row: Row, logits: torch.Tensor, token: list[int], first: int, count: int) -> _Drafted:
+    """Return the draft behind the anchor: the tokens of `count` noisy queries from `first` on, but the anchor's own.
+
+    Args:
+        logits: [keep, V]; token: [keep] most likely tokens.
+    """
+    if row.temperature == 0:
+        return _Drafted(token[first + 1 : first + count])
+    q = distribution(logits[first + 1 : first + count], row.temperature, row.top_p)
+    # nothing else is drawn for this purpose at this step, so the place in the draft may stand for the position
+    return _Drafted([draw(one, row.seed, place, row.nfe, DRAFT) for place, one in enumerate(q)], q)
+
+
+def _decide(row: Row, logits: torch.Tensor, draft: _Drafted, j: int) -> tuple[int, bool]:
+    """Return the token behind j accepted ones, and whether it is the drafted one.
+
+    Args:
+        logits: [V] of the clean stream.
+    """
+    p = distribution(logits[None], row.temperature, row.top_p)[0]
+    position = row.position + j
+    if j >= len(draft.ids):
+        return draw(p, row.seed, position, row.nfe, AGAIN), False
+    q, x = draft.q[j], draft.ids[j]
+    if float(uniform(row.seed, position, row.nfe, ACCEPT, 1)) * float(q[x]) < float(p[x]):
+        return x, True
+    left = (p - q).clamp(min=0)
+    return draw(left / left.sum(), row.seed, position, row.nfe, AGAIN), False

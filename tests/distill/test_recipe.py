@@ -78,7 +78,7 @@ def test_teacher_model_is_a_path_only_where_one_is_meant(recipe_file, model, loc
         ("eval.tasks.7.path=x", ["eval.tasks.7.path:", "a list of 1"]),
         (
             "eval.samplers=[{name: fixed, threshold: 0.5}]",
-            ["eval.samplers.0", "`threshold` is a setting of the sampler threshold"],
+            ["eval.samplers.0", "`threshold` is a setting of threshold, klass, edit, not of fixed"],
         ),
         ("adapt.noise=[1", ["the value of adapt.noise, line 1", "not valid YAML"]),
         ("targets.top_logprobs=0", ["distill.objectives.kd", "targets.top_logprobs is 0"]),

@@ -137,9 +137,9 @@ def test_completions_answer_every_prompt_in_order(client, student):
 
 
 def test_refusals_have_the_form_of_openai_errors(client):
-    answer = chat(client, temperature=0.5)
+    answer = chat(client, temperature=-0.5)
     assert answer.status_code == 400
-    message = "temperature=0.5: decoding is greedy today: leave it out or give 0"
+    message = "temperature=-0.5: must be a number ≥ 0"
     assert answer.json() == {
         "error": {"message": message, "type": "invalid_request_error", "param": "temperature", "code": None}
     }

@@ -41,8 +41,12 @@ def test_openai_client_is_answered_and_sigterm_lets_a_stream_end(process):
     assert whole.usage.completion_tokens == 300 and whole.fewstep["sampler"] == "verify"
     completion = client.completions.create(model=model, prompt="ab", max_tokens=5)
     assert completion.choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="greedy today"):
-        client.chat.completions.create(**{**given, "temperature": 0.7})
+    drawn = {**given, "temperature": 0.9, "seed": 5, "max_tokens": 30, "extra_body": {"sampler": "verify"}}
+    first, again = (client.chat.completions.create(**drawn) for _ in range(2))
+    assert first.choices[0].message.content == again.choices[0].message.content
+    assert first.choices[0].message.content != text[: len(first.choices[0].message.content)]
+    with pytest.raises(openai.BadRequestError, match="above 0 and at most 1"):
+        client.chat.completions.create(**given, top_p=1.5)
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**given, "model": "gpt-4"})
     with pytest.raises(openai.AuthenticationError):

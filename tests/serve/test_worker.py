@@ -22,7 +22,7 @@ class Listener:
             on_event(event)
             self.events.put(event)
 
-        self.job = Job(list(prompt), sampling, tuple(stops), trace, emit)
+        self.job = Job(list(prompt), sampling, tuple(stops), trace, 0, emit)
 
     def wait(self):
         """Return the End or exception that closes the answer; its text is in `text`."""
@@ -48,13 +48,13 @@ def batches(monkeypatch):
 
 def expected(student, sampling, prompt=(5, 6, 7)):
     model, tokenizer, eos = student
-    given = dict(sampler=sampling.sampler, threshold=sampling.threshold, steps=sampling.steps)
+    given = dict(sampler=sampling.sampler, **dict(sampling.settings))
     done = decode(model, [list(prompt)], max_new_tokens=sampling.max_tokens, eos_token_ids=eos, **given)[0]
     return done, tokenizer.decode(done.ids, skip_special_tokens=True)
 
 
 def test_waiting_jobs_of_equal_settings_are_one_batch(worker, student, batches):
-    other = Sampling("threshold", 12, threshold=0.5)
+    other = Sampling("threshold", 12, settings=(("threshold", 0.5),))
     settings = [AR, other, AR, AR, AR, Sampling("ar", 13)]
     listeners = [Listener(s, prompt=(5, 6, 7 + i)) for i, s in enumerate(settings)]
     worker.submit([listener.job for listener in listeners])
@@ -98,7 +98,9 @@ def test_stopped_answer_ends_the_decoding(worker, student):
 
 
 @pytest.mark.parametrize(
-    "sampling", [AR, Sampling("verify", 30), Sampling("fixed", 30, steps=3), Sampling("threshold", 30)], ids=str
+    "sampling",
+    [AR, Sampling("verify", 30), Sampling("fixed", 30, settings=(("steps", 3),)), Sampling("threshold", 30)],
+    ids=str,
 )
 def test_trace_names_the_forward_of_every_token(worker, student, sampling):
     done, text = expected(student, sampling)
@@ -114,7 +116,7 @@ def test_trace_names_the_forward_of_every_token(worker, student, sampling):
 
 
 def test_every_token_of_a_bounded_context_is_counted(worker, student):
-    listener = Listener(Sampling("threshold", 100, threshold=0.0), prompt=[5] * 500)
+    listener = Listener(Sampling("threshold", 100, settings=(("threshold", 0.0),)), prompt=[5] * 500)
     worker.submit([listener.job])
     worker.start()
     assert listener.wait() == End("length", 12, 2)

@@ -16,7 +16,17 @@ SETTINGS = [
     {"sampler": "threshold", "threshold": 0.0},
     {"sampler": "threshold", "threshold": 0.3},
     {"sampler": "threshold", "threshold": 1.0},
+    {"sampler": "factor", "factor": 1.0},
+    {"sampler": "entropy", "gamma": 2.0},
+    {"sampler": "margin", "margin": 0.2},
+    {"sampler": "klass", "threshold": 0.2, "kl": 0.5, "history": 1},
+    {"sampler": "remask", "steps": 4, "share": 0.5},
+    {"sampler": "edit", "threshold": 0.3, "rewrite": 0.3},
     {"sampler": "verify"},
+    {"sampler": "ar", "temperature": 1.0, "seed": 3},
+    {"sampler": "threshold", "threshold": 0.3, "temperature": 0.8, "top_p": 0.9, "seed": 3},
+    {"sampler": "klass", "temperature": 1.0, "seed": 3},
+    {"sampler": "verify", "temperature": 1.0, "seed": 3},
 ]
 
 

@@ -1,0 +1,49 @@
+"""Drawing tokens with keyed noise: the same request gets the same text in any batch.
+
+Shapes: n rows, V vocabulary.
+"""
+
+import torch
+
+DRAFT, ACCEPT, AGAIN = 0, 1, 2  # what a draw is for: independent streams of one position and step
+
+
+def distribution(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Return the probabilities that tokens are drawn from.
+
+    Args:
+        logits: [n, V].
+        temperature: > 0 divides the logits; 0 puts everything on the most likely token.
+        top_p: of (0, 1]; the least likely tokens beyond this mass are left out, never the most likely one.
+
+    Returns:
+        [n, V] f64 that sums to 1: fp32 would cut off tails.
+    """
+    logits = logits.double()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+    probabilities = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, place = probabilities.sort(dim=-1, descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p
+        probabilities = torch.zeros_like(ordered).scatter(-1, place, ordered.masked_fill(beyond, 0.0))
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def uniform(seed: int, position: int, step: int, purpose: int, count: int) -> torch.Tensor:
+    """Return [count] f64 in (0, 1), keyed by the request's seed, the absolute position, the step and the purpose."""
+    key = 0
+    for part in (seed, position, step, purpose):  # SplitMix64 over the parts: near keys give far seeds
+        key = (key + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        key ^= key >> 31
+    generator = torch.Generator().manual_seed(key - (1 << 63))
+    return torch.rand(count, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+
+
+def draw(probabilities: torch.Tensor, seed: int, position: int, step: int, purpose: int = DRAFT) -> int:
+    """Return a token of [V] probabilities: the Gumbel-max of noise keyed by vocabulary id, in f64."""
+    noise = uniform(seed, position, step, purpose, len(probabilities)).to(probabilities.device)
+    return int((probabilities.log() - (-noise.log()).log()).argmax())

@@ -1,0 +1,290 @@
+"""Each sampler's rule against its definition, and drawing: keyed, lossless under `verify`, by row."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fewstep.eval.config import OWNERS, SamplerConfig
+from fewstep.students.decoding import decode
+from fewstep.students.decoding.decode import BLOCKWISE, SAMPLERS, SETTINGS
+from fewstep.students.decoding.sampler import Draft
+from fewstep.students.decoding.sampling import distribution, draw, uniform
+from fewstep.students.decoding.stops import stop_at
+from tests.students.builders import EOS, MASK, student
+
+S, V = 6, 9
+
+
+def made_draft(seed=0, batch=4, candidates=None, committed=None, scale=4.0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(batch, S, V, generator=generator)
+    token = logits.argmax(-1)
+    if candidates is None:
+        candidates = torch.rand(batch, S, generator=generator) < 0.8
+        candidates[:, 0] = True
+    confidence = logits.softmax(-1).amax(-1).masked_fill(~candidates, -torch.inf)
+    committed = ~candidates if committed is None else committed
+    ids = torch.randint(V, (batch, S), generator=generator)
+    step, size = torch.zeros(batch, dtype=torch.long), torch.full((batch,), S)
+    return Draft(logits, token, confidence, candidates, ids, committed, step, size)
+
+
+def column(value, batch=4):
+    return torch.full((batch, 1), float(value))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("factor", [0.05, 0.4, 1.5])
+def test_factor_commits_the_largest_number_its_rule_allows(seed, factor):
+    draft = made_draft(seed)
+    chosen = BLOCKWISE["factor"].select(draft, factor=column(factor)) & draft.candidates
+    for b in range(4):
+        order = sorted(range(S), key=lambda i: -float(draft.confidence[b, i]))
+        allowed = [n for n in range(1, S + 1) if (n + 1) * (1 - float(draft.confidence[b, order[n - 1]])) < factor]
+        assert chosen[b].nonzero().flatten().tolist() == sorted(order[: max(allowed, default=0)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0])
+def test_entropy_commits_within_its_budget(seed, gamma):
+    draft = made_draft(seed, scale=2.0)
+    chosen = BLOCKWISE["entropy"].select(draft, gamma=column(gamma)) & draft.candidates
+    for b in range(4):
+        p = draft.logits[b].softmax(-1)
+        entropy = (-(p * p.log()).sum(-1)).tolist()
+        order = sorted((i for i in range(S) if draft.candidates[b, i]), key=lambda i: entropy[i])
+        largest = max(
+            k for k in range(1, len(order) + 1)
+            if sum(entropy[i] for i in order[:k]) - max(entropy[i] for i in order[:k]) <= gamma + 1e-6
+        )  # fmt: skip
+        assert chosen[b].nonzero().flatten().tolist() == sorted(order[:largest])
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.3, 0.9])
+def test_margin_compares_the_two_best(margin):
+    draft = made_draft(1)
+    chosen = BLOCKWISE["margin"].select(draft, margin=column(margin))
+    best = draft.logits.softmax(-1).sort(-1, descending=True).values
+    assert torch.equal(chosen, best[..., 0] - best[..., 1] >= margin)
+
+
+def test_klass_waits_until_a_confident_distribution_has_settled():
+    klass = BLOCKWISE["klass"]
+    draft = made_draft(2, candidates=torch.ones(4, S, dtype=torch.bool))
+    settings = {"threshold": column(0.5), "kl": column(0.01), "history": column(2)}
+    draft.previous = torch.full((4, S, V), torch.nan)
+    assert not klass.stays(draft, **settings).any()  # no step before
+    draft.previous = draft.logprobs.clone()
+    draft.previous[0, 0] = draft.previous[0, 0].roll(1)
+    stays = klass.stays(draft, **settings)
+    p, q = draft.logprobs[0, 0].exp(), draft.previous[0, 0]
+    assert float((p * (p.log() - q)).sum()) > 0.01 and not stays[0, 0] and stays.sum() == 4 * S - 1
+    draft.stable = torch.full((4, S), 1)
+    assert not klass.select(draft, **settings).any()
+    draft.stable[1] = 2
+    chosen = klass.select(draft, **settings)
+    assert torch.equal(chosen[1], draft.confidence[1] > 0.5) and chosen.sum() == chosen[1].sum()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_remask_decides_as_many_a_step_as_fixed_and_takes_the_least_sure_back(steps, share):
+    model = student(block_size=8)
+    prompt = [5, 9, 11]
+    answer = decode(model, [prompt], sampler="remask", max_new_tokens=16, eos_token_ids=[], steps=steps, share=share)[0]
+    fixed = decode(model, [prompt], sampler="fixed", max_new_tokens=16, eos_token_ids=[], steps=steps)[0]
+    assert answer.nfe == fixed.nfe == 2 * steps
+    draft = made_draft(3, batch=1, candidates=torch.tensor([[True, True, True, True, False, False]]))
+    draft.step = torch.tensor([1])
+    draft.decided = torch.ones(1, S, dtype=torch.bool)
+    draft.decided_confidence = torch.tensor([[0.9, 0.2, 0.8, 0.1, 0.7, 0.6]])
+    back = BLOCKWISE["remask"].revise(draft, steps=column(3, 1), share=column(0.5, 1))
+    assert back.tolist() == [[False, True, False, True, False, False]]  # two of three steps done: 4 of 6 stay
+
+
+def test_remask_changes_what_is_written_and_edit_rewrites_it():
+    model = student(block_size=8)
+    prompts = [[5 + i, 9, 11] for i in range(12)]
+    given = dict(max_new_tokens=16, eos_token_ids=[])
+    fixed = decode(model, prompts, sampler="fixed", steps=4, **given)
+    remasked = decode(model, prompts, sampler="remask", steps=4, share=0.5, **given)
+    assert [a.ids for a in decode(model, prompts, sampler="remask", steps=4, share=0.0, **given)] == [
+        a.ids for a in fixed
+    ]
+    assert any(a.ids != b.ids for a, b in zip(fixed, remasked))
+    plain = decode(model, prompts, sampler="threshold", threshold=0.3, **given)
+    never = decode(model, prompts, sampler="edit", threshold=0.3, rewrite=1.0, **given)
+    often = decode(model, prompts, sampler="edit", threshold=0.3, rewrite=0.2, **given)
+    assert [a.ids for a in never] == [a.ids for a in plain] and any(a.ids != b.ids for a, b in zip(plain, often))
+
+
+def test_edit_rewrites_only_what_was_decided_before_this_forward():
+    candidates = torch.tensor([[True, True, True, False, False, False]])
+    draft = made_draft(4, batch=1, candidates=candidates, scale=9.0)
+    draft.ids[0, 3] = draft.token[0, 3]
+    draft.ids[0, 4] = (draft.token[0, 4] + 1) % V
+    draft.ids[0, 5] = (draft.token[0, 5] + 1) % V
+    sure = draft.logits.softmax(-1).amax(-1)[0]
+    change = BLOCKWISE["edit"].revise(draft, threshold=column(0.9, 1), rewrite=column(float(sure[4]) - 1e-3, 1))
+    assert change[0, 4] and not change[0, :4].any() and bool(change[0, 5]) == bool(sure[5] > sure[4] - 1e-3)
+
+
+def test_every_sampler_has_a_file_a_config_and_the_same_settings():
+    taken = {k: tuple(n for n, s in BLOCKWISE.items() if k in s.settings) for k in SETTINGS}
+    assert {k: set(v) for k, v in taken.items()} == {k: set(v) for k, v in OWNERS.items()}
+    names = SamplerConfig.model_fields["name"].annotation.__args__
+    assert set(names) == set(SAMPLERS) - {"ar"}
+    for name, sampler in BLOCKWISE.items():
+        assert sampler.select.__module__.endswith(f".{name}")
+        assert all(setting.takes(setting.default) for setting in sampler.settings.values())
+
+
+# --- Drawing --------------------------------------------------------------------------------------
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_the_mass():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert distribution(logits, 1.0, 0.8)[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert distribution(logits, 1.0, 0.81)[0].tolist() == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert distribution(logits, 1.0, 1e-9)[0].tolist() == [1, 0, 0, 0]
+    assert distribution(logits, 0.0, 1.0)[0].tolist() == [1, 0, 0, 0]
+    hot = distribution(logits, 2.0, 1.0)[0]
+    assert hot.tolist() == pytest.approx((torch.tensor([0.5, 0.3, 0.15, 0.05]).sqrt() / sum(map(math.sqrt, [0.5, 0.3, 0.15, 0.05]))).tolist(), abs=1e-6)  # fmt: skip
+
+
+def test_draws_follow_the_distribution_and_the_key():
+    p = torch.tensor([0.6, 0.25, 0.1, 0.05], dtype=torch.float64)
+    counts = np.bincount([draw(p, seed=1, position=i, step=0) for i in range(20_000)], minlength=4)
+    assert (((counts - 20_000 * p.numpy()) ** 2) / (20_000 * p.numpy())).sum() < 16.3  # χ², 3 degrees, 0.1 %
+    assert draw(p, 7, 3, 2) == draw(p, 7, 3, 2)
+    keys = list(itertools.product(range(3), range(3), range(3), range(3)))
+    assert len({float(uniform(*key, 1)) for key in keys}) == len(keys)
+
+
+def chi_square(counts: dict, expected: dict, draws: int) -> tuple[float, int]:
+    """Return (χ², degrees of freedom) with cells of fewer than five expected draws pooled."""
+    small = [k for k, p in expected.items() if p * draws < 5]
+    cells = [(counts.get(k, 0), p * draws) for k, p in expected.items() if p * draws >= 5]
+    cells.append((sum(counts.get(k, 0) for k in small), sum(expected[k] for k in small) * draws))
+    cells = [(c, e) for c, e in cells if e > 0]
+    return sum((c - e) ** 2 / e for c, e in cells), len(cells) - 1
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
+def test_verify_draws_from_the_ar_distribution(temperature, top_p, length=3, draws=4000):
+    """All triples of a small vocabulary: exact AR probabilities against draws under `verify`."""
+    model = student(block_size=4, num_layers=1)
+    with torch.no_grad():
+        model.lm_head.weight[8:] = 0.0
+        model.lm_head.weight[:8] *= 2.0
+    suppressed = torch.full((40,), -1e4)
+    suppressed[:8] = 0.0
+    hook = model.lm_head.register_forward_hook(lambda m, i, out: out + suppressed.to(out.dtype))
+    prompt = [5, 6, 7]
+
+    def ar(ids):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        return distribution(logits[None], temperature, top_p)[0].tolist()
+
+    expected = {}
+    first = ar(prompt)
+    for a in range(8):
+        second = ar([*prompt, a])
+        for b in range(8):
+            third = ar([*prompt, a, b])
+            expected |= {(a, b, c): first[a] * second[b] * third[c] for c in range(8)}
+    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-6)
+    counts: dict[tuple, int] = {}
+    nfe = 0
+    for start in range(0, draws, 500):
+        answers = decode(
+            model, [prompt] * 500, sampler="verify", max_new_tokens=length, eos_token_ids=[],
+            temperature=temperature, top_p=top_p, seed=list(range(start, start + 500)),
+        )  # fmt: skip
+        for answer in answers:
+            counts[tuple(answer.ids)] = counts.get(tuple(answer.ids), 0) + 1
+            nfe += answer.nfe
+    hook.remove()
+    assert nfe < draws * length  # some drafts were accepted: else this tests plain AR decoding
+    value, degrees = chi_square(counts, expected, draws)
+    assert value < degrees + 2.33 * math.sqrt(2 * degrees) + 4  # 1 % of χ² at these degrees, and a little
+
+
+def test_settings_and_draws_may_differ_by_row():
+    model = student()
+    prompts = [[5, 6, 7]] * 4
+    given = dict(max_new_tokens=[9, 20, 20, 20], eos_token_ids=[EOS], threshold=[0.0, 0.5, 1.0, 0.5])
+    drawing = dict(temperature=[0.0, 1.0, 0.0, 1.0], top_p=[1.0, 0.5, 1.0, 1.0], seed=[0, 1, 2, 3])
+    together = decode(model, prompts, sampler="threshold", **given, **drawing)
+    for i, answer in enumerate(together):
+        alone = decode(
+            model, [prompts[i]], sampler="threshold", eos_token_ids=[EOS],
+            **{k: v[i] for k, v in {**given, **drawing}.items() if k != "eos_token_ids"},
+        )[0]  # fmt: skip
+        assert (alone.ids, alone.nfe, alone.steps) == (answer.ids, answer.nfe, answer.steps)
+    assert len(together[0].ids) <= 9
+    with pytest.raises(ValueError, match="threshold has 2 values for 4 prompts"):
+        decode(model, prompts, sampler="threshold", max_new_tokens=4, eos_token_ids=[], threshold=[0.1, 0.2])
+    with pytest.raises(ValueError, match="seed has 3 values"):
+        decode(model, prompts, sampler="ar", max_new_tokens=4, eos_token_ids=[], seed=[1, 2, 3])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_seed_repeats_and_another_differs(sampler):
+    model = student()
+    prompts = [[5, 6, 7], [8, 9]]
+
+    def texts(seed):
+        answers = decode(
+            model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[], temperature=1.0, seed=seed
+        )
+        return [a.ids for a in answers]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_random_cases_hold_their_limits(sampler):
+    model = student(block_size=32)
+    rng = random.Random(sampler)
+    for case in range(12):
+        block_size = None if sampler == "ar" else rng.randrange(1, 33)
+        prompts = [[rng.randrange(3, 38) for _ in range(rng.randrange(1, 66))] for _ in range(rng.randrange(1, 6))]
+        budget = rng.randrange(1, 71)
+        answers = decode(
+            model, prompts, sampler=sampler, max_new_tokens=budget, eos_token_ids=[EOS], block_size=block_size,
+            temperature=rng.choice([0.0, 0.7, 1.5]), top_p=rng.choice([0.5, 1.0]), seed=case,
+        )  # fmt: skip
+        for answer in answers:
+            assert 1 <= len(answer.ids) <= budget and MASK not in answer.ids and EOS not in answer.ids[:-1]
+            assert (answer.finish_reason == "stop") == (answer.ids[-1] == EOS)
+            assert answer.finish_reason == "stop" or len(answer.ids) == budget
+            assert len(answer.steps) == len(answer.confidence) == len(answer.ids) and max(answer.steps) < answer.nfe
+            assert all(0 <= c <= 1 + 1e-6 for c in answer.confidence)
+
+
+@pytest.mark.parametrize("sampler", ["ar", "threshold", "verify"])
+def test_a_stop_string_ends_its_row_at_the_token_that_completes_it(sampler):
+    class Letters:
+        def decode(self, ids):
+            return "".join(chr(60 + i) for i in ids)
+
+    model, prompts = student(), [[5, 6, 7], [8, 9], [11, 3]]
+    whole = decode(model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[])
+    string = Letters().decode(whole[0].ids[4:6])
+    stopped = decode(
+        model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[], stop=stop_at([string], Letters())
+    )
+    for a, b in zip(whole, stopped):
+        text = Letters().decode(a.ids)
+        end = text.find(string) + len(string) if string in text else 24
+        assert b.ids == a.ids[:end] and b.finish_reason == ("stop" if string in text else "length")
+        assert len(b.steps) == len(b.confidence) == len(b.ids)
+    with pytest.raises(ValueError, match="must not be empty"):
+        stop_at([""], Letters())

@@ -158,14 +158,20 @@ def hf_generate(
     max_new_tokens: int,
     eos: list[int],
     prefix: Sequence[int] = (),
+    lookup: int | None = None,
 ) -> Contestant:
-    """Return cached greedy `model.generate` as a contestant; `prefix` as for `plain_loop`."""
+    """Return cached greedy `model.generate` as a contestant; `prefix` as for `plain_loop`.
+
+    Args:
+        lookup: assisted generation by prompt lookup, with this many tokens proposed at once.
+    """
     warm, name = _run_prefix(model, prefix), _cache_name(model)
     settings = copy.deepcopy(model.generation_config)  # keeps what it suppresses, such as a mask token
     settings.update(do_sample=False, num_beams=1, use_cache=True, temperature=None, top_p=None, top_k=None)
     settings.update(
         max_new_tokens=max_new_tokens, max_length=None, eos_token_id=eos or None, pad_token_id=eos[0] if eos else None
     )
+    settings.prompt_lookup_num_tokens = lookup
 
     def answer(i: int) -> Timing:
         ids = torch.tensor([list(prompts[i])], device=model.device)  # [1, L]
@@ -182,7 +188,8 @@ def hf_generate(
         seconds = _now(model) - start
         return Timing(out.shape[1] - ids.shape[1], seconds, None if first.at is None else first.at - start)
 
-    return Contestant(key, "transformers generate" + (", prefix cached" if prefix else ""), answer)
+    assisted = ", assisted by prompt lookup" if lookup else ""
+    return Contestant(key, "transformers generate" + (", prefix cached" if prefix else "") + assisted, answer)
 
 
 def time_alternating(

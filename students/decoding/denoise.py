@@ -90,6 +90,7 @@ def _column(value, rows: list[Row], like: torch.Tensor) -> torch.Tensor:
 
 def _follow(draft: Draft, blocks: list["_Block"], sampler: Sampler, values: dict) -> None:
     """Show the sampler the step before, and count for how long its `stays` has held."""
+    assert sampler.stays is not None
     S = draft.logits.shape[1]
     unknown = torch.full_like(draft.logits[0], torch.nan)
     draft.previous = torch.stack([unknown if b.previous is None else b.previous[:S] for b in blocks])

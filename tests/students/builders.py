@@ -4,16 +4,24 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB, MASK, EOS = 40, 39, 1
@@ -39,6 +47,30 @@ FAMILIES = {
     "gemma2": lambda n: Gemma2ForCausalLM(
         Gemma2Config(
             **_COMMON, **_GROUPED, head_dim=8, sliding_window=6, num_hidden_layers=n, attn_implementation="eager"
+        )
+    ),
+    "gemma3": lambda n: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_COMMON,
+            **_GROUPED,
+            head_dim=8,
+            sliding_window=6,
+            num_hidden_layers=n,
+            layer_types=["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(n)],
+        )
+    ),
+    "phi3": lambda n: Phi3ForCausalLM(Phi3Config(**_COMMON, **_GROUPED, sliding_window=6, num_hidden_layers=n)),
+    "olmo2": lambda n: Olmo2ForCausalLM(Olmo2Config(**_COMMON, **_GROUPED, num_hidden_layers=n)),
+    "qwen3_moe": lambda n: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **_COMMON,
+            **_GROUPED,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            experts_implementation="eager",
+            num_hidden_layers=n,
         )
     ),
     "gpt_neox": lambda n: GPTNeoXForCausalLM(

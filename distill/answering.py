@@ -46,12 +46,15 @@ def answer(
     folder = student_folder(student)
     if not prompt.strip():
         raise UserError("PROMPT is empty; give the user's message")
-    settings |= dict(map(_number, given))
     from fewstep.chat import encode_prompt, eos_ids
     from fewstep.students.convert import load_student
-    from fewstep.students.decoding import decode
+    from fewstep.students.decoding.decode import SETTINGS, decode
     from fewstep.students.decoding.stops import stop_at
 
+    for name, number in map(_number, given):
+        if name not in SETTINGS:
+            raise UserError(f"--setting {name}: no sampler has it; known: {', '.join(SETTINGS)}")
+        settings[name] = number
     model, tokenizer = load_student(folder)
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
     try:

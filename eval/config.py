@@ -43,21 +43,27 @@ class SamplerConfig(Config):
 
     name: Literal["threshold", "verify", "fixed", "factor", "entropy", "klass", "margin", "remask", "edit"]
     threshold: Share | Shares | None = Field(
-        None, description="threshold, klass, edit: commit positions at least this confident"
+        None, description="threshold, klass, edit: commit positions at least this confident; default 0.9"
     )
-    steps: Count | Counts | None = Field(None, description="fixed, remask: denoising steps a block")
+    steps: Count | Counts | None = Field(None, description="fixed, remask: denoising steps a block; default 8")
     factor: Positive | Positives | None = Field(
-        None, description="factor: commit n positions while (n + 1)(1 - c_n) is below"
+        None, description="factor: commit n positions while (n + 1)(1 - c_n) is below; default 0.5"
     )
     gamma: Positive | Positives | None = Field(
-        None, description="entropy: nats of entropy that may be committed at once"
+        None, description="entropy: nats of entropy that may be committed at once; default 0.1"
     )
-    margin: Share | Shares | None = Field(None, description="margin: least lead of the best token over the second")
-    kl: Positive | Positives | None = Field(None, description="klass: most nats that a settled distribution may move")
-    history: Count | Counts | None = Field(None, description="klass: steps for which it must have settled")
-    share: Share | Shares | None = Field(None, description="remask: share of decisions taken back in a step")
+    margin: Share | Shares | None = Field(
+        None, description="margin: least lead of the best token over the second; default 0.8"
+    )
+    kl: Positive | Positives | None = Field(
+        None, description="klass: most nats that a settled distribution may move; default 0.01"
+    )
+    history: Count | Counts | None = Field(None, description="klass: steps for which it must have settled; default 1")
+    share: Share | Shares | None = Field(
+        None, description="remask: share of decisions taken back in a step; default 0.25"
+    )
     rewrite: Share | Shares | None = Field(
-        None, description="edit: rewrite decided tokens where another is surer than this"
+        None, description="edit: rewrite decided tokens where another is surer than this; default 0.9"
     )
     block_size: Count | Counts | None = Field(None, description="default: the student's own")
 

@@ -174,14 +174,15 @@ def _sampling(given: dict[str, Any], served: Served) -> Sampling:
     sampler, block_size = settings.pop("sampler", "threshold"), settings.pop("block_size", None)
     temperature, top_p = _typed(given, "temperature", int, float), _typed(given, "top_p", int, float)
     temperature, top_p = 0.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
-    drawing = {"temperature": [temperature], "top_p": [top_p]}
     try:
         # without a prompt decode checks its settings and returns
         decode(served.model, [], sampler=sampler, max_new_tokens=max_tokens, eos_token_ids=[], block_size=block_size, **settings)  # fmt: skip
-        check_drawing(1, **drawing)
+        check_drawing(1, temperature, top_p)
     except ValueError as error:
-        named = {str(error).find(name): name for name in (*SETTINGS, *drawing)}  # the field at fault stands first
-        raise Refused(str(error), named[min(at for at in named if at >= 0)]) from None
+        # decode names the setting at fault: before its value, or as the one that belongs to another sampler
+        fields = (*SAMPLER_SETTINGS, "block_size", "temperature", "top_p", "sampler")
+        at_fault = [name for name in fields if f"{name}=" in str(error) or f": {name} " in str(error)]
+        raise Refused(str(error), at_fault[0] if at_fault else "sampler") from None
     if sampler in ("ar", "verify") and served.model.config.fewstep["attention"] == "bidirectional":
         raise Refused(f"sampler {sampler} needs a causal clean stream; this student has none: use threshold", "sampler")
     return Sampling(sampler, max_tokens, block_size, temperature, top_p, tuple(sorted(settings.items())))

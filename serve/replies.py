@@ -79,6 +79,8 @@ class Reply:
         out: dict[str, Any] = {"nfe": nfe, "tpf": tokens / nfe, "sampler": sampling.sampler, **dict(sampling.settings)}
         if sampling.block_size is not None:
             out["block_size"] = sampling.block_size
+        if sampling.temperature > 0:  # what it takes to get the same answer again
+            out |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": self._ask.seed}
         if self._ask.trace:
             out["trace"] = [{"tokens": end.tokens, "steps": end.steps} for end in ends]
         return out

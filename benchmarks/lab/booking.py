@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "eval", "varied"]
+Split = Literal["train", "eval"]
 
 KEYS = ("name", "car", "year", "service", "day", "time")
 
@@ -97,32 +97,6 @@ EVAL_TEMPLATES = (
     "can we say {day} at {time}, {a_service}, {year} {car}? That would be for {name}.",
     "I have a {year} {car} here. Could you do {a_service} this {day}, about {time}? I'm {name}.",
 )
-# Parts of the training templates, put together anew: prompts as varied as calls are, none phrased as in evaluation.
-CLAUSES = {
-    "who": (
-        "this is {name}", "my name is {name}", "the name is {name}", "it's {name}", "{name} speaking", "I am {name}",
-        "put it under {name}", "ask for {name}", "{name} again", "the name's {name}", "I'm calling for {name}",
-        "it's for my friend {name}", "my boss {name} asked me to call", "under {name}", "name: {name}",
-    ),
-    "car": (
-        "I have a {year} {car}", "my car is a {year} {car}", "the car is a {car}, {year}", "it is a {car} from {year}",
-        "I drive a {car}, year {year}", "my {car} was made in {year}", "it's a {car} built in {year}",
-        "{year} {car}", "{car} ({year})", "the car is a {year} {car}", "I own a {year} {car}", "it's a {year} {car}",
-        "you know my {car}, the {year} one", "the {car} is a {year}", "I'd bring a {car} of {year}",
-    ),
-    "job": (
-        "I need {a_service}", "it needs {a_service}", "I want {a_service}", "can you do {a_service}?",
-        "I would like {a_service}", "{a_service} please", "I'm after {a_service}", "the job is {a_service}",
-        "I think I need {a_service}", "do you do {service} work?", "now {a_service}", "hoping to get {a_service} done",
-        "book me in for {a_service}", "could you do {a_service}?", "I'd like to book {a_service}", "{service}",
-    ),
-    "when": (
-        "{day} at {time}", "{day}, {time}", "at {time} on {day}", "I could come {day} at {time}",
-        "is {day} at {time} free?", "{day} around {time}", "next {day} at {time}", "{day} {time}", "how about {day}, {time}?",
-        "what about {time} on {day}?", "would {day} at {time} do?", "is {time} on {day} okay?", "{day}? {time} suits me",
-        "{day} at {time} would be great", "on {day}, about {time}", "I can be there {day} at {time}",
-    ),
-}  # fmt: skip
 TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this
 
 
@@ -135,17 +109,17 @@ def stream(split: Split, seed: int) -> Iterator[dict]:
     """Yield rows without end, all of distinct messages, from the templates of one split.
 
     Args:
-        split: "train", "eval", or "varied": a third from the training templates, the others from their clauses.
+        split: "train" or "eval".
         seed: rows are a pure function of (split, seed); a longer draw starts with the shorter one.
 
     Yields:
-        {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int, -1 for clauses}
+        {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int}
     """
     rng = random.Random(f"booking/{split}/{seed}")
-    first, last = (len(TRAIN_TEMPLATES), len(TEMPLATES)) if split == "eval" else (0, len(TRAIN_TEMPLATES))
+    first, last = (0, len(TRAIN_TEMPLATES)) if split == "train" else (len(TRAIN_TEMPLATES), len(TEMPLATES))
     seen: set[str] = set()
     while True:
-        template = -1 if split == "varied" and rng.random() < 2 / 3 else rng.randrange(first, last)
+        template = rng.randrange(first, last)
         booking = {
             "name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
             "car": rng.choice(CARS),
@@ -154,7 +128,7 @@ def stream(split: Split, seed: int) -> Iterator[dict]:
             "day": rng.choice(DAYS),
             "time": rng.choice(TIMES),
         }
-        message = _message(rng, TEMPLATES[template] if template >= 0 else _from_clauses(rng), booking)
+        message = _message(rng, TEMPLATES[template], booking)
         if message in seen:
             continue
         yield {"id": f"{split}-{len(seen):05d}", "instruction": message, "reference": booking, "template": template}
@@ -165,23 +139,6 @@ def rows(split: Split, count: int, seed: int) -> list[dict]:
     """Return the first `count` rows of `stream(split, seed)`."""
     source = stream(split, seed)
     return [next(source) for _ in range(count)]
-
-
-def _from_clauses(rng: random.Random) -> str:
-    """Put one clause of each kind together, in any order, as sentences or as one."""
-    parts = [rng.choice(clauses) for clauses in CLAUSES.values()]
-    rng.shuffle(parts)
-    text = parts[0]
-    for part in parts[1:]:
-        if text.endswith("?") or rng.random() < 0.6:
-            text += (
-                ("" if text.endswith("?") else ".")
-                + " "
-                + (part if part.startswith("{") else part[0].upper() + part[1:])
-            )
-        else:
-            text += rng.choice((", ", ", ", " and ", ": ")) + part
-    return text if text.endswith("?") else text + "."
 
 
 def _message(rng: random.Random, template: str, booking: dict) -> str:

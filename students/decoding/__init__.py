@@ -1,7 +1,8 @@
 """Few-step decoding of a block-diffusion student.
 
 These files need torch and transformers only: a published student carries them, byte for byte, as
-its `custom_generate/` folder, so what was evaluated is what strangers run.
+its `custom_generate/` folder, so strangers get the text that was evaluated. (Evaluation and server
+also lay the weights out by column, `weights.py`, which is faster on a CPU and cannot be saved.)
 """
 
 from .decode import Decoded, decode

@@ -157,10 +157,11 @@ def check_settings(sampler: str, settings: dict) -> dict:
 
 def _per_row(name: str, value, count: int, holds: Callable, rule: str) -> list:
     """Return one value a row, each of them checked."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    given = list(value) if isinstance(value, (list, tuple)) else [value]
+    values = given if isinstance(value, (list, tuple)) else given * count
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts: give one, or one for each")
-    for one in values[:1] if not isinstance(value, (list, tuple)) else values:
+    for one in given:
         if isinstance(one, bool) or not isinstance(one, (int, float)) or not holds(one):
             raise ValueError(f"{name}={one!r}: {rule}")
     return values

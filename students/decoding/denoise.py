@@ -72,8 +72,8 @@ def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: 
     candidates = torch.tensor([b.candidates(r.eos, mask, S) for r, b in zip(rows, blocks)], device=device)
     for i, (row, block) in enumerate(zip(rows, blocks)):
         if row.temperature > 0:
-            for j in candidates[i].nonzero().flatten().tolist():
-                p = distribution(logits[i, j][None], row.temperature, row.top_p)[0]
+            places = candidates[i].nonzero().flatten()
+            for j, p in zip(places.tolist(), distribution(logits[i, places], row.temperature, row.top_p)):
                 token[i, j] = draw(p, row.seed, row.position + j, block.step)
     chosen = logits.gather(-1, token[..., None])[..., 0]
     confidence = (chosen - logits.logsumexp(-1)).exp().masked_fill(~candidates, -torch.inf)

@@ -9,6 +9,18 @@ from .decode import SETTINGS, decode
 from .gated import load_adapter
 from .stops import stop_at
 
+# what a given generation_config may ask for without effect here: at these values it has none anywhere
+NEUTRAL = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "top_k": (0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0.0,),
+}
+
 
 def generate(
     model,
@@ -35,7 +47,8 @@ def generate(
     Args:
         model: the student, as `AutoModelForCausalLM` loaded it.
         inputs, input_ids: [B, L] int64 prompt ids, padded on either side where `attention_mask` is 0.
-        generation_config: read for max_new_tokens, eos_token_id and pad_token_id.
+        generation_config: read for max_new_tokens, eos_token_id and pad_token_id; one that is given also for
+            do_sample, temperature, top_p and stop_strings.
         sampler: `threshold` (default), `verify` (the AR model's own text or distribution), `ar`, or another of `decode`'s.
         block_size: default and most: the student's own.
         do_sample, temperature, top_p: greedy unless do_sample is true or a temperature above 0 is given.
@@ -52,12 +65,16 @@ def generate(
     unknown = sorted(k for k, v in others.items() if k not in SETTINGS and v is not None and v is not False)
     if unknown:
         raise ValueError(f"few-step decoding does not take {', '.join(unknown)}; leave it out")
-    if stop_strings is not None and tokenizer is None:
-        raise ValueError("stop_strings needs the tokenizer: give tokenizer=…")
     prompts = input_ids if input_ids is not None else inputs
     if prompts is None:
         raise ValueError("few-step decoding needs input_ids")
     config = generation_config or model.generation_config
+    if generation_config is not None:
+        refused = [k for k, neutral in NEUTRAL.items() if getattr(config, k, None) not in (None, *neutral)]
+        if refused:
+            raise ValueError(f"few-step decoding does not take generation_config.{refused[0]}; leave it out")
+        do_sample = config.do_sample if do_sample is None else do_sample
+        stop_strings = config.stop_strings if stop_strings is None else stop_strings
     if max_new_tokens is None:
         max_new_tokens = config.max_new_tokens or max(1, (config.max_length or 20) - prompts.shape[1])
     eos = eos_token_id if eos_token_id is not None else config.eos_token_id
@@ -68,11 +85,15 @@ def generate(
     if (getattr(model.config, "fewstep", None) or {}).get("adapter") == "gated":
         _load_hub_adapter(model)
     if temperature is None:
-        temperature = (config.temperature or 1.0) if do_sample else 0.0
+        temperature = (1.0 if config.temperature is None else config.temperature) if do_sample else 0.0
     if do_sample is False:
         temperature = 0.0
+    if top_p is None:
+        top_p = 1.0 if config.top_p is None else config.top_p
     if seed is None:
         seed = int(torch.randint(2**62, (1,))) if temperature > 0 else 0
+    if stop_strings and tokenizer is None:
+        raise ValueError("stop_strings needs the tokenizer: give tokenizer=…")
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     model.eval()
     answers = decode(
@@ -83,7 +104,7 @@ def generate(
         eos_token_ids=eos,
         block_size=block_size,
         temperature=temperature,
-        top_p=1.0 if top_p is None else top_p,
+        top_p=top_p,
         seed=[seed + i for i in range(len(prompts))],
         stop=stop_at(strings, tokenizer) if strings else None,
         **{k: v for k, v in others.items() if k in SETTINGS},

@@ -1,4 +1,4 @@
-"""`remask`: a fixed number of steps in which the least confident decisions are taken back and made anew."""
+"""`remask`: a fixed number of steps a block, at most one a position, in which the least confident decisions are taken back and made anew."""
 
 import torch
 
@@ -7,7 +7,8 @@ from .sampler import Draft, Sampler, Setting
 
 def _decided(draft: Draft, steps):
     """Return [B, 1] int64: positions that are decided once this step's revision is done."""
-    size, steps = draft.size[:, None], steps.long()
+    size = draft.size[:, None]
+    steps = torch.minimum(steps.long(), size)  # more steps than positions would commit less than one a forward
     return (((draft.step[:, None] + 1) * size + steps - 1) // steps).clamp(max=size)
 
 

@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+LARGE = 2**24  # beyond it a float32 holds no whole number, and no sampler has a use for it
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -29,7 +31,12 @@ class Setting:
     def takes(self, value) -> bool:
         """Return whether `value` is such a number."""
         kinds = int if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+        return (
+            isinstance(value, kinds)
+            and not isinstance(value, bool)
+            and self.low <= value <= self.high
+            and value < LARGE
+        )
 
 
 class Draft:

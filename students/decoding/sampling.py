@@ -5,6 +5,7 @@ Shapes: n rows, V vocabulary.
 
 import torch
 
+LIKELY = 256  # tokens that mostly hold a top-p's mass: sorting a whole vocabulary costs more than a forward
 DRAFT, ACCEPT, AGAIN = 0, 1, 2  # what a draw is for: independent streams of one position and step
 
 
@@ -22,11 +23,14 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float) -> torc
     logits = logits.double()
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits - logits.amax(-1, keepdim=True)  # a tiny temperature must not overflow
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:
-        ordered, place = probabilities.sort(dim=-1, descending=True, stable=True)
+        ordered, place = probabilities.topk(min(LIKELY, probabilities.shape[-1]), dim=-1)
+        if float(ordered.sum(-1).min()) < top_p:
+            ordered, place = probabilities.sort(dim=-1, descending=True, stable=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p
-        probabilities = torch.zeros_like(ordered).scatter(-1, place, ordered.masked_fill(beyond, 0.0))
+        probabilities = torch.zeros_like(probabilities).scatter(-1, place, ordered.masked_fill(beyond, 0.0))
         probabilities /= probabilities.sum(-1, keepdim=True)
     return probabilities
 
@@ -39,8 +43,10 @@ def uniform(seed: int, position: int, step: int, purpose: int, count: int) -> to
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         key ^= key >> 31
-    generator = torch.Generator().manual_seed(key - (1 << 63))
-    return torch.rand(count, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+    # torch's generator takes 32 bits of a seed; the sum of two, modulo 1, depends on all 64
+    halves = (torch.Generator().manual_seed(half) for half in (key & 0xFFFFFFFF, key >> 32))
+    total = sum(torch.rand(count, generator=half, dtype=torch.float64) for half in halves)
+    return (total % 1.0).clamp(min=1e-300)
 
 
 def draw(probabilities: torch.Tensor, seed: int, position: int, step: int, purpose: int = DRAFT) -> int:

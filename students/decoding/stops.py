@@ -15,12 +15,11 @@ def stop_at(strings: list[str], tokenizer) -> Callable[[list[int], int], int | N
     """
     if not all(isinstance(s, str) and s for s in strings):
         raise ValueError("stop strings must not be empty")
-    longest = max(map(len, strings))
+    longest = max(len(s.encode()) for s in strings)  # a byte-level token may be a quarter of a character
 
     def keep(ids: list[int], checked: int) -> int | None:
         for end in range(checked + 1, len(ids) + 1):
-            # a token may write less than one character, so look back as many tokens as the longest string has
-            text = tokenizer.decode(ids[max(0, end - longest - 8) : end])
+            text = tokenizer.decode(ids[max(0, end - longest - 4) : end])
             if any(s in text for s in strings):
                 return end
         return None

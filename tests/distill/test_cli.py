@@ -13,6 +13,9 @@ from fewstep.distill import answering, cli
 from fewstep.distill.cli import _exit_code
 from fewstep.distill.recipe import load_recipe
 from fewstep.errors import RunFailed, Stopped, UserError
+from fewstep.students.config import StudentConfig
+from fewstep.students.convert import make_student, save_student
+from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
 
 
 def fewstep(*arguments, code="", cwd=None):
@@ -155,3 +158,29 @@ def test_runs_option_moves_the_folders(recipe_file, tmp_path, fake_stages, capsy
     assert _exit_code(["run", str(recipe_file), "--runs", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "tiny.json").is_file()
     assert os.listdir(".") == []
+
+
+def test_generate_takes_samplers_and_refuses_what_is_no_setting(tmp_path, capsys):
+    model, tokenizer = tiny_model(vocab=VOCAB), tiny_tokenizer()
+    make_student(model, tokenizer, StudentConfig(block_size=4), gated=False, seed=0)
+    save_student(model, tokenizer, tmp_path / "student")
+    given = ["generate", str(tmp_path / "student"), "hi", "--max-new-tokens", "8"]
+    said = []
+    for more in (
+        ["--sampler", "entropy", "--setting", "gamma=0.5"],
+        ["--temperature", "1.0", "--seed", "1"],
+        ["--temperature", "1.0", "--seed", "2"],
+        ["--temperature", "1.0", "--seed", "1", "--stop", "zzz"],
+    ):
+        assert _exit_code(given + more) == 0
+        said.append(capsys.readouterr().out)
+    assert said[1] == said[3] != said[2]
+    for setting, words in (
+        ("max_new_tokens=5", "no sampler has it"),
+        ("gamma", "has no ="),
+        ("gamma=x", "has no number"),
+    ):
+        assert _exit_code([*given, "--setting", setting]) == 2
+        assert words in capsys.readouterr().err
+    assert _exit_code([*given, "--sampler", "entropy", "--setting", "gamma=-1"]) == 2
+    assert "needs a number ≥ 0" in capsys.readouterr().err

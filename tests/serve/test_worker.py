@@ -180,3 +180,22 @@ def test_more_than_may_wait_are_refused(worker, monkeypatch):
     with pytest.raises(Busy, match="2 prompts are waiting"):
         worker.submit([Listener().job])
     assert worker.waiting() == 2
+
+
+def test_each_job_of_a_batch_draws_with_its_own_seed(worker, student, batches):
+    model, tokenizer, eos = student
+    sampling = Sampling("threshold", 20, temperature=1.0, settings=(("threshold", 0.5),))
+    listeners = [Listener(sampling) for _ in range(3)]
+    for listener, seed in zip(listeners, (1, 2, 1)):
+        listener.job.seed = seed
+    worker.submit([listener.job for listener in listeners])
+    worker.start()
+    for listener in listeners:
+        listener.wait()
+    assert len(batches) == 1
+    alone = [
+        decode(model, [[5, 6, 7]], sampler="threshold", threshold=0.5, max_new_tokens=20, eos_token_ids=eos, temperature=1.0, seed=seed)[0].ids
+        for seed in (1, 2)
+    ]  # fmt: skip
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in alone]
+    assert [listener.text for listener in listeners] == [texts[0], texts[1], texts[0]] and texts[0] != texts[1]

@@ -10,6 +10,7 @@ import torch
 
 from fewstep.eval.config import OWNERS, SamplerConfig
 from fewstep.students.decoding import decode
+from fewstep.students.decoding import verify as verify_file
 from fewstep.students.decoding.decode import BLOCKWISE, SAMPLERS, SETTINGS
 from fewstep.students.decoding.sampler import Draft
 from fewstep.students.decoding.sampling import distribution, draw, uniform
@@ -175,44 +176,64 @@ def chi_square(counts: dict, expected: dict, draws: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
-def test_verify_draws_from_the_ar_distribution(temperature, top_p, length=3, draws=4000):
-    """All triples of a small vocabulary: exact AR probabilities against draws under `verify`."""
+def test_verify_draws_from_the_ar_distribution(temperature, top_p):
+    check_verify_draws_from_ar(temperature, top_p, draws=4000)
+
+
+def check_verify_draws_from_ar(temperature, top_p, draws, length=5):
+    """All answers of up to five tokens over two letters and an EOS: exact AR probabilities against draws."""
     model = student(block_size=4, num_layers=1)
-    with torch.no_grad():
-        model.lm_head.weight[8:] = 0.0
-        model.lm_head.weight[:8] *= 2.0
-    suppressed = torch.full((40,), -1e4)
-    suppressed[:8] = 0.0
-    hook = model.lm_head.register_forward_hook(lambda m, i, out: out + suppressed.to(out.dtype))
-    prompt = [5, 6, 7]
+    letters, end = (5, 6), 7
+    only = torch.full((40,), -1e4)
+    only[list(letters)] = 0.0
+    only[end] = -1.0  # seldom enough that answers grow long
+    hook = model.lm_head.register_forward_hook(lambda m, i, out: 0.15 * out + only.to(out.dtype))
+    prompt = [8, 9, 10]
 
     def ar(ids):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
         return distribution(logits[None], temperature, top_p)[0].tolist()
 
-    expected = {}
-    first = ar(prompt)
-    for a in range(8):
-        second = ar([*prompt, a])
-        for b in range(8):
-            third = ar([*prompt, a, b])
-            expected |= {(a, b, c): first[a] * second[b] * third[c] for c in range(8)}
-    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-6)
+    def grow(ids, p):
+        if len(ids) == length or ids[-1:] == [end]:
+            return {tuple(ids): p}
+        following = ar(prompt + ids)
+        assert sum(following[t] for t in (*letters, end)) == pytest.approx(1.0, abs=1e-9)
+        return {k: v for t in (*letters, end) for k, v in grow([*ids, t], p * following[t]).items()}
+
+    expected = {k: p for k, p in grow([], 1.0).items() if p > 0}
+    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-9)
     counts: dict[tuple, int] = {}
-    nfe = 0
-    for start in range(0, draws, 500):
-        answers = decode(
-            model, [prompt] * 500, sampler="verify", max_new_tokens=length, eos_token_ids=[],
-            temperature=temperature, top_p=top_p, seed=list(range(start, start + 500)),
-        )  # fmt: skip
-        for answer in answers:
-            counts[tuple(answer.ids)] = counts.get(tuple(answer.ids), 0) + 1
-            nfe += answer.nfe
+    seen = {"longest": 0, "rest": 0, "redraft": 0}
+    after, propose = verify_file._Drafted.after, verify_file._propose
+
+    def watched_after(self, first):
+        rest = after(self, first)
+        seen["rest"] += bool(rest.ids)
+        seen["redraft"] += not rest.ids
+        return rest
+
+    def watched_propose(*args):
+        draft = propose(*args)
+        seen["longest"] = max(seen["longest"], len(draft.ids))
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_file._Drafted, "after", watched_after)
+        patch.setattr(verify_file, "_propose", watched_propose)
+        for start in range(0, draws, 500):
+            answers = decode(
+                model, [prompt] * 500, sampler="verify", max_new_tokens=length, eos_token_ids=[end],
+                temperature=temperature, top_p=top_p, seed=list(range(start, start + 500)),
+            )  # fmt: skip
+            for answer in answers:
+                counts[tuple(answer.ids)] = counts.get(tuple(answer.ids), 0) + 1
     hook.remove()
-    assert nfe < draws * length  # some drafts were accepted: else this tests plain AR decoding
+    assert seen["longest"] == 3 and seen["rest"] > draws / 100 and seen["redraft"] > draws / 100
+    assert set(counts) <= set(expected)
     value, degrees = chi_square(counts, expected, draws)
-    assert value < degrees + 2.33 * math.sqrt(2 * degrees) + 4  # 1 % of χ² at these degrees, and a little
+    assert degrees >= 5 and value < degrees + 2.33 * math.sqrt(2 * degrees) + 4  # 1 % of χ², and a little
 
 
 def test_settings_and_draws_may_differ_by_row():
@@ -249,24 +270,40 @@ def test_the_same_seed_repeats_and_another_differs(sampler):
     assert texts(1) != texts(2)
 
 
+def drawn_settings(sampler, rng):
+    """Return a value for each of the sampler's settings, over its whole range, the ends included."""
+    out = {}
+    for name, setting in (BLOCKWISE[sampler].settings if sampler in BLOCKWISE else {}).items():
+        high = min(setting.high, 12 if setting.whole else 3.0)
+        out[name] = rng.choice([int(setting.low), rng.randint(int(setting.low), int(high))]) if setting.whole else rng.choice([setting.low, high, rng.uniform(setting.low, high)])  # fmt: skip
+    return out
+
+
+def check_limits(answers, budget, eos=EOS):
+    for answer in answers:
+        assert 1 <= len(answer.ids) <= budget and MASK not in answer.ids and eos not in answer.ids[:-1]
+        assert (answer.finish_reason == "stop") == (answer.ids[-1] == eos)
+        assert answer.finish_reason == "stop" or len(answer.ids) == budget
+        assert len(answer.steps) == len(answer.confidence) == len(answer.ids) and max(answer.steps) < answer.nfe
+        assert all(0 <= c <= 1 + 1e-6 for c in answer.confidence)
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_random_cases_hold_their_limits(sampler):
     model = student(block_size=32)
     rng = random.Random(sampler)
+    together = 0
     for case in range(12):
         block_size = None if sampler == "ar" else rng.randrange(1, 33)
         prompts = [[rng.randrange(3, 38) for _ in range(rng.randrange(1, 66))] for _ in range(rng.randrange(1, 6))]
         budget = rng.randrange(1, 71)
         answers = decode(
             model, prompts, sampler=sampler, max_new_tokens=budget, eos_token_ids=[EOS], block_size=block_size,
-            temperature=rng.choice([0.0, 0.7, 1.5]), top_p=rng.choice([0.5, 1.0]), seed=case,
+            temperature=rng.choice([0.0, 0.7, 1.5]), top_p=rng.choice([0.5, 1.0]), seed=case, **drawn_settings(sampler, rng),
         )  # fmt: skip
-        for answer in answers:
-            assert 1 <= len(answer.ids) <= budget and MASK not in answer.ids and EOS not in answer.ids[:-1]
-            assert (answer.finish_reason == "stop") == (answer.ids[-1] == EOS)
-            assert answer.finish_reason == "stop" or len(answer.ids) == budget
-            assert len(answer.steps) == len(answer.confidence) == len(answer.ids) and max(answer.steps) < answer.nfe
-            assert all(0 <= c <= 1 + 1e-6 for c in answer.confidence)
+        check_limits(answers, budget)
+        together += sum(len(a.steps) - len(set(a.steps)) for a in answers)
+    assert (together == 0) == (sampler == "ar")  # several tokens were committed at once somewhere
 
 
 @pytest.mark.parametrize("sampler", ["ar", "threshold", "verify"])
@@ -288,3 +325,23 @@ def test_a_stop_string_ends_its_row_at_the_token_that_completes_it(sampler):
         assert len(b.steps) == len(b.confidence) == len(b.ids)
     with pytest.raises(ValueError, match="must not be empty"):
         stop_at([""], Letters())
+
+
+def test_a_stop_string_may_span_more_tokens_than_it_has_characters():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode("utf-8", "replace")
+
+    string = "\N{SLIGHTLY SMILING FACE}" * 4
+    ids = list(("a" * 30 + string + "b").encode())
+    assert stop_at([string], Bytes())(ids, 0) == len(ids) - 1
+
+
+def test_extreme_numbers_are_refused_or_harmless():
+    model = student()
+    greedy = decode(model, [[5, 6]], sampler="ar", max_new_tokens=6, eos_token_ids=[])[0].ids
+    cold = decode(model, [[5, 6]], sampler="ar", max_new_tokens=6, eos_token_ids=[], temperature=1e-308)[0].ids
+    assert cold == greedy
+    for sampler, setting in (("entropy", {"gamma": float("inf")}), ("fixed", {"steps": 10**400}), ("factor", {"factor": float("nan")})):  # fmt: skip
+        with pytest.raises(ValueError, match=f"the sampler `{sampler}` needs"):
+            decode(model, [[5, 6]], sampler=sampler, max_new_tokens=6, eos_token_ids=[], **setting)

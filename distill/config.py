@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from fewstep.errors import UserError
 from fewstep.schema import Config
 
-TRAINING_VERSION = 1  # raised when the same recipe would now train another student
+TRAINING_VERSION = 2  # raised when the same recipe would now train another student
 PUBLISH_VERSION = 1  # raised when a repository would now hold other files
 
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]

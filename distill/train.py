@@ -87,7 +87,9 @@ def run(
     # eval mode throughout: the masks are the noise, and dropout would draw from a generator that no checkpoint holds
     trainee = Trainee(model, facts["attention"], facts["mask_token_id"], objectives, temperatures).eval()
     trained = [p for p in trainee.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
     worker = build_engine(engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm)
     state_folder, is_main = folder / "trainer_state", worker.rank == 0
     found = checkpoints.latest(state_folder)

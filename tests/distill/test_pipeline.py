@@ -13,6 +13,7 @@ import pytest
 
 from fewstep.distill import pipeline
 from fewstep.distill.chain import chain
+from fewstep.distill.config import TRAINING_VERSION
 from fewstep.distill.pipeline import run
 from fewstep.distill.recipe import load_recipe
 from fewstep.errors import RunFailed, Stopped, UserError
@@ -112,7 +113,11 @@ def test_manifest_holds_what_is_needed_to_repeat_the_stage(recipe_file, tmp_path
     folders = run(recipe, tmp_path / "runs", say=lambda line: None)
     stages = chain(recipe)
     manifest = StageFolder(folders["adapt"]).manifest()
-    assert manifest["hash"] == stages["adapt"].hash and manifest["stage"] == "adapt" and manifest["version"] == 1
+    assert (
+        manifest["hash"] == stages["adapt"].hash
+        and manifest["stage"] == "adapt"
+        and manifest["version"] == TRAINING_VERSION
+    )
     assert manifest["upstream"] == {"targets": stages["targets"].hash}
     assert manifest["config"]["adapt"]["learning_rate"] == 1e-4
     assert manifest["seed"] == 3 and manifest["status"] == "complete" and manifest["summary"] == {"stage": "adapt"}

@@ -60,7 +60,7 @@ def curve(series: Sequence[Series], line: Point | None, width: int, *, x_title: 
     Args:
         line: the teacher: its score as a dashed line, its interval as a band; x is not used.
     """
-    height, left, right, top, bottom = (380 if width > 500 else 320), 46, 14, 14, 44
+    height, left, right, top, bottom = (380 if width > 500 else 320), 60, 14, 14, 44
     shown = [p for s in series for p in s.points]
     ends = [e for p in [*shown, *([line] if line else [])] for e in (p.y, *(p.y_ci or ()))]
     y_ticks = ticks(min(ends, default=0.0), min(1.0, max(ends, default=1.0)), 7)
@@ -83,7 +83,7 @@ def curve(series: Sequence[Series], line: Point | None, width: int, *, x_title: 
         out.append(_segment("grid faint", sx(t), top, sx(t), height - bottom))
         out.append(_text("tick", sx(t), height - bottom + 18, f"{t:g}", "middle"))
     out.append(_text("axis", (left + width - right) / 2, height - 6, x_title, "middle"))
-    out.append(_text("axis", 13, (top + height - bottom) / 2, y_title, "middle", rotate=True))
+    out.append(_text("axis", 11, (top + height - bottom) / 2, y_title, "middle", rotate=True))
 
     taken: list[tuple[float, float, float, float]] = []
     if line is not None:

@@ -82,7 +82,7 @@ def test_neutral_values_change_nothing(served):
         ({"sampler": "magic"}, 400, "sampler", "unknown; use one of"),
         ({"threshold": 1.5}, 400, "threshold", "between 0 and 1"),
         ({"threshold": "high"}, 400, "threshold", "must be a number"),
-        ({"sampler": "verify", "threshold": 0.5}, 400, "sampler", "belongs to"),
+        ({"sampler": "verify", "threshold": 0.5}, 400, "threshold", "belongs to"),
         ({"sampler": "fixed", "steps": 0}, 400, "steps", "≥ 1"),
         ({"block_size": 9}, 400, "block_size", "largest trained"),
         ({"effort": "medium"}, 400, "effort", "no such level; this student has low, lossless"),

@@ -9,7 +9,7 @@ from typing import Any
 from fewstep.chat import encode_prompt
 from fewstep.serve.worker import Sampling
 from fewstep.students.decoding.decode import SETTINGS as SAMPLER_SETTINGS
-from fewstep.students.decoding.decode import check_drawing, decode
+from fewstep.students.decoding.decode import SettingError, check_drawing, decode
 
 MAX_TOKENS = 512  # of an answer whose request names no limit
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_LENGTH = 64, 16, 256
@@ -178,11 +178,8 @@ def _sampling(given: dict[str, Any], served: Served) -> Sampling:
         # without a prompt decode checks its settings and returns
         decode(served.model, [], sampler=sampler, max_new_tokens=max_tokens, eos_token_ids=[], block_size=block_size, **settings)  # fmt: skip
         check_drawing(1, temperature, top_p)
-    except ValueError as error:
-        # decode names the setting at fault: before its value, or as the one that belongs to another sampler
-        fields = (*SAMPLER_SETTINGS, "block_size", "temperature", "top_p", "sampler")
-        at_fault = [name for name in fields if f"{name}=" in str(error) or f": {name} " in str(error)]
-        raise Refused(str(error), at_fault[0] if at_fault else "sampler") from None
+    except SettingError as error:
+        raise Refused(str(error), error.setting) from None
     if sampler in ("ar", "verify") and served.model.config.fewstep["attention"] == "bidirectional":
         raise Refused(f"sampler {sampler} needs a causal clean stream; this student has none: use threshold", "sampler")
     return Sampling(sampler, max_tokens, block_size, temperature, top_p, tuple(sorted(settings.items())))

@@ -67,11 +67,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path = resolve(model)
-    try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
-        raise UserError(_cannot_load(model, error, "its tokenizer cannot be rebuilt")) from None
+    return _read(AutoTokenizer, model, "its tokenizer cannot be rebuilt")
 
 
 def load_config(model: str, revision: str | None = None) -> Any:
@@ -82,11 +78,15 @@ def load_config(model: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
+    return _read(AutoConfig, model, "its header cannot be read")
+
+
+def _read(auto: Any, model: str, fault: str) -> Any:
     path = resolve(model)
     try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
-        raise UserError(_cannot_load(model, error, "its header cannot be read")) from None
+        return auto.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # as in `load`
+        raise UserError(_cannot_load(model, error, fault)) from None
 
 
 def fingerprint(model: str, revision: str | None = None) -> str:

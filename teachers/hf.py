@@ -61,11 +61,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path, commit = _locate(model, revision)
-    try:
-        return AutoTokenizer.from_pretrained(path, revision=commit)
-    except Exception as error:
-        raise UserError(_cannot_load(model, error, "its tokenizer cannot be loaded")) from None
+    return _read(AutoTokenizer, model, revision, "its tokenizer cannot be loaded")
 
 
 def load_config(model: str, revision: str | None = None) -> Any:
@@ -76,11 +72,15 @@ def load_config(model: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
+    return _read(AutoConfig, model, revision, "its config cannot be read")
+
+
+def _read(auto: Any, model: str, revision: str | None, fault: str) -> Any:
     path, commit = _locate(model, revision)
     try:
-        return AutoConfig.from_pretrained(path, revision=commit)
-    except Exception as error:
-        raise UserError(_cannot_load(model, error, "its config cannot be read")) from None
+        return auto.from_pretrained(path, revision=commit)
+    except Exception as error:  # as in `load`
+        raise UserError(_cannot_load(model, error, fault)) from None
 
 
 def fingerprint(model: str, revision: str | None = None) -> str:

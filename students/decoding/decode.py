@@ -23,6 +23,14 @@ SAMPLERS = ("ar", *BLOCKWISE, "verify")
 SETTINGS = tuple(dict.fromkeys(key for sampler in BLOCKWISE.values() for key in sampler.settings))
 
 
+class SettingError(ValueError):
+    """A setting that is unknown, of another sampler, or out of range; `setting` is its name."""
+
+    def __init__(self, setting: str, message: str):
+        super().__init__(message)
+        self.setting = setting
+
+
 @dataclass
 class Decoded:
     """One answer and how it came about.
@@ -136,20 +144,20 @@ def check_settings(sampler: str, settings: dict) -> dict:
         ValueError: for an unknown sampler, a setting of another one, or one out of range.
     """
     if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is unknown; use one of {', '.join(SAMPLERS)}")
+        raise SettingError("sampler", f"sampler {sampler!r} is unknown; use one of {', '.join(SAMPLERS)}")
     own = BLOCKWISE[sampler].settings if sampler in BLOCKWISE else {}
     out = {}
     for key, value in settings.items():
         if value is not None and key not in own:
             owners = [name for name, other in BLOCKWISE.items() if key in other.settings]
             also = f"belongs to {', '.join(owners)}" if owners else "is no setting of any sampler"
-            raise ValueError(f"sampler {sampler}: {key} {also}; leave it out")
+            raise SettingError(key, f"sampler {sampler}: {key} {also}; leave it out")
     for key, setting in own.items():
         value = settings.get(key)
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         for one in values:
             if one is not None and not setting.takes(one):
-                raise ValueError(f"{key}={one!r}: the sampler `{sampler}` needs {setting.wanted()}")
+                raise SettingError(key, f"{key}={one!r}: the sampler `{sampler}` needs {setting.wanted()}")
         filled = [setting.default if one is None else one for one in values]
         out[key] = filled if isinstance(value, (list, tuple)) else filled[0]
     return out
@@ -163,7 +171,7 @@ def _per_row(name: str, value, count: int, holds: Callable, rule: str) -> list:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts: give one, or one for each")
     for one in given:
         if isinstance(one, bool) or not isinstance(one, (int, float)) or not holds(one):
-            raise ValueError(f"{name}={one!r}: {rule}")
+            raise SettingError(name, f"{name}={one!r}: {rule}")
     return values
 
 
@@ -172,9 +180,13 @@ def _block_size(model, sampler: str, block_size: int | None) -> int:
         return 1
     trained = (getattr(model.config, "fewstep", None) or {}).get("block_size")
     if trained is None:
-        raise ValueError(f"sampler {sampler} needs a few-step student; this config.json has no `fewstep` section")
+        raise SettingError(
+            "sampler", f"sampler {sampler} needs a few-step student; this config.json has no `fewstep` section"
+        )
     if block_size is None:
         return trained
     if not 1 <= block_size <= trained:
-        raise ValueError(f"block_size={block_size}: must lie between 1 and {trained}, the largest trained")
+        raise SettingError(
+            "block_size", f"block_size={block_size}: must lie between 1 and {trained}, the largest trained"
+        )
     return block_size

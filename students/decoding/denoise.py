@@ -12,6 +12,8 @@ from .rows import Row
 from .sampler import Draft, Sampler
 from .sampling import distribution, draw
 
+REVISIONS = 4  # changes a position, on average, after which a block's decisions stand
+
 
 def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler, settings: dict) -> None:
     """Decode every row to its end, in place.
@@ -55,7 +57,7 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
                 row.saw_token()
             if not whole_canvas:
                 row.length, row.pending = row.length + len(row.pending), []
-            if block.finished(row.eos, mask) and not row.extend(block.ids, block.steps, block.confidence):
+            if block.finished(row.eos) and not row.extend(block.ids, block.steps, block.confidence):
                 row.pending = row.pending + block.ids if whole_canvas else block.ids
                 blocks[row.index] = _Block(row, block_size, mask)
         kept = [i for i, row in enumerate(active) if row.finish_reason is None]
@@ -69,17 +71,17 @@ def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: 
     """Return what the sampler sees: drawn where a row has a temperature, the most likely tokens elsewhere."""
     S, device = logits.shape[1], logits.device
     token = logits.argmax(-1)  # [B, S]
-    candidates = torch.tensor([b.candidates(r.eos, mask, S) for r, b in zip(rows, blocks)], device=device)
+    candidates = torch.tensor([b.candidates(r.eos, S) for r, b in zip(rows, blocks)], device=device)
     for i, (row, block) in enumerate(zip(rows, blocks)):
         if row.temperature > 0:
             places = candidates[i].nonzero().flatten()
             for j, p in zip(places.tolist(), distribution(logits[i, places], row.temperature, row.top_p)):
                 token[i, j] = draw(p, row.seed, row.position + j, block.step)
     chosen = logits.gather(-1, token[..., None])[..., 0]
-    confidence = (chosen - logits.logsumexp(-1)).exp().masked_fill(~candidates, -torch.inf)
+    probability = (chosen - logits.logsumexp(-1)).exp()
     ids = torch.tensor([b.ids + [mask] * (S - len(b.ids)) for b in blocks], device=device)
     step, size = torch.tensor([[b.step, len(b.ids)] for b in blocks], device=device).T
-    return Draft(logits, token, confidence, candidates, ids, ids != mask, step, size)
+    return Draft(logits, token, probability, candidates, ids, ids != mask, step, size)
 
 
 def _column(value, rows: list[Row], like: torch.Tensor) -> torch.Tensor:
@@ -114,13 +116,11 @@ def _revision(draft: Draft, blocks: list["_Block"], commit: torch.Tensor, sample
     for i, block in enumerate(blocks):
         places = change[i].nonzero().flatten().tolist() if block.revisions < REVISIONS * len(block.ids) else []
         block.revisions += len(places)
-        best = draft.logprobs[i].max(-1)
-        new = [(int(best.indices[j]), float(best.values[j].exp())) if sampler.rewrite else (None, 0.0) for j in places]
+        new = [
+            (int(draft.token[i, j]), float(draft.probability[i, j])) if sampler.rewrite else (None, 0.0) for j in places
+        ]
         out.append(dict(zip(places, new)))
     return out
-
-
-REVISIONS = 4  # changes a position, on average, after which a block's decisions stand
 
 
 class _Block:
@@ -133,10 +133,10 @@ class _Block:
         self.previous: torch.Tensor | None = None
         self.stable = [0] * size
 
-    def candidates(self, eos: frozenset[int], mask: int, width: int) -> list[bool]:
+    def candidates(self, eos: frozenset[int], width: int) -> list[bool]:
         """Return which of `width` positions may be committed: masked, and before any EOS already decided."""
         end = next((i for i, t in enumerate(self.ids) if t in eos), len(self.ids))
-        return [i < end and t == mask for i, t in enumerate(self.ids)] + [False] * (width - len(self.ids))
+        return [i < end and t == self.mask for i, t in enumerate(self.ids)] + [False] * (width - len(self.ids))
 
     def commit(self, chosen: list[bool], token: list[int], confidence: list[float], forward: int) -> None:
         for i, yes in enumerate(chosen):
@@ -148,10 +148,10 @@ class _Block:
         self.ids[i] = self.mask if token is None else token
         self.steps[i], self.confidence[i] = forward, confidence
 
-    def finished(self, eos: frozenset[int], mask: int) -> bool:
+    def finished(self, eos: frozenset[int]) -> bool:
         """True once every position is decided, or every one up to an EOS."""
         for token in self.ids:
-            if token == mask:
+            if token == self.mask:
                 return False
             if token in eos:
                 return True

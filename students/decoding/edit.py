@@ -16,8 +16,7 @@ def revise(draft: Draft, threshold, rewrite):
 
     Source: token editing of self-correcting masked diffusion: what is decided may still be replaced.
     """
-    best = draft.logprobs.max(-1)
-    return draft.committed & (best.indices != draft.ids) & (best.values.exp() > rewrite)
+    return draft.committed & (draft.token != draft.ids) & (draft.probability > rewrite)
 
 
 EDIT = Sampler(

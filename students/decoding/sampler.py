@@ -42,8 +42,9 @@ class Setting:
 class Draft:
     """One step of every active row's block.
 
-    confidence: [B, S] f32, the student's probability of `token`; -inf where not a candidate.
-    token: [B, S] int64, the token that would be committed: the most likely one, or one drawn.
+    token: [B, S] int64, the token that would be committed: the most likely one, or at a candidate one drawn.
+    probability: [B, S] f32, the student's probability of `token`.
+    confidence: [B, S] f32, the same, -inf where not a candidate.
     candidates: [B, S] bool, masked positions before any EOS that is decided.
     ids: [B, S] int64, the block as the forward saw it; committed: [B, S] bool, what was decided in it.
     decided: [B, S] bool, the same with what this step commits; for `revise`.
@@ -58,8 +59,9 @@ class Draft:
     decided: torch.Tensor
     decided_confidence: torch.Tensor
 
-    def __init__(self, logits, token, confidence, candidates, ids, committed, step, size):
-        self.logits, self.token, self.confidence, self.candidates = logits, token, confidence, candidates
+    def __init__(self, logits, token, probability, candidates, ids, committed, step, size):
+        self.logits, self.token, self.probability, self.candidates = logits, token, probability, candidates
+        self.confidence = probability.masked_fill(~candidates, -torch.inf)
         self.ids, self.committed, self.step, self.size = ids, committed, step, size
 
     @cached_property

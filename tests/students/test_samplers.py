@@ -27,11 +27,11 @@ def made_draft(seed=0, batch=4, candidates=None, committed=None, scale=4.0):
     if candidates is None:
         candidates = torch.rand(batch, S, generator=generator) < 0.8
         candidates[:, 0] = True
-    confidence = logits.softmax(-1).amax(-1).masked_fill(~candidates, -torch.inf)
+    probability = logits.softmax(-1).amax(-1)
     committed = ~candidates if committed is None else committed
     ids = torch.randint(V, (batch, S), generator=generator)
     step, size = torch.zeros(batch, dtype=torch.long), torch.full((batch,), S)
-    return Draft(logits, token, confidence, candidates, ids, committed, step, size)
+    return Draft(logits, token, probability, candidates, ids, committed, step, size)
 
 
 def column(value, batch=4):

@@ -95,6 +95,15 @@ def test_teacher_that_is_no_decoder_is_refused(recipe_file, tmp_path, capsys, ch
     assert part in refused(capsys, tmp_path, "run", str(recipe_file))
 
 
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_teacher_whose_layers_are_not_plain_attention_is_refused_with_the_reason(
+    recipe_file, tmp_path, capsys, command
+):
+    edit_config(recipe_file, model_type="mpt", architectures=["MptForCausalLM"], d_model=64, n_heads=4, n_layers=2)
+    message = refused(capsys, tmp_path, command, str(recipe_file))
+    assert "cannot become a student" in message and "ALiBi" in message
+
+
 def test_base_with_another_vocabulary_is_refused_naming_both_sizes(recipe_file, tmp_path, capsys):
     base = recipe_file.parent / "base"
     base.mkdir()

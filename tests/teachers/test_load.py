@@ -8,7 +8,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from fewstep.errors import UserError
 from fewstep.teachers import gguf
 from fewstep.teachers.config import TeacherConfig
-from fewstep.teachers.load import describe, kind_of, load_for_stage, load_teacher, teacher_fingerprint
+from fewstep.teachers.load import describe, kind_of, load_for_stage, load_teacher, plain_weights, teacher_fingerprint
 
 
 def write_header(path, architecture="llama", version=3, magic=b"GGUF"):
@@ -198,6 +198,15 @@ def test_hub_teachers_are_pinned_to_the_cached_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
     assert teacher_fingerprint("some/tiny") == teacher_fingerprint("some/tiny", commit) == f"some/tiny@{commit}"
     assert describe("some/tiny")["num_layers"] == 2
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, revision: asked.append((model, revision)) or tmp_path)  # fmt: skip
+    assert plain_weights("some/tiny") == tmp_path and asked == [("some/tiny", commit)]  # what adapt starts from
+
+
+def test_plain_weights_of_a_folder_are_the_folder_and_of_a_gguf_file_are_refused(tmp_path):
+    assert plain_weights(str(save_tiny(tmp_path / "a"))) == tmp_path / "a"
+    with pytest.raises(UserError, match="a GGUF file cannot be trained"):
+        plain_weights("base.gguf")
 
 
 def test_load_for_stage_prefers_the_saved_plain_weights(tmp_path):

@@ -4,6 +4,7 @@ Both offer the same few verbs, so the training loop does not know which one it h
 `forward`, `backward`, `step`, `save`, `load`, `whole_weights`, `all_sum`.
 """
 
+import atexit
 import os
 import socket
 from contextlib import contextmanager, nullcontext
@@ -125,6 +126,7 @@ class DeepSpeedEngine:
             gradient_accumulation_steps=accumulation,
             mixed_precision="bf16" if bf16 else "no",
         )
+        atexit.register(_leave_group)
         engine, _ = accelerator.prepare(module, optimizer)
         unset_hf_deepspeed_config()  # or transformers would load the next stage's model in ZeRO-3 partitions
         if type(engine).__name__ != "DeepSpeedEngine" or engine.zero_optimization_stage() != config.zero_stage:
@@ -197,6 +199,12 @@ class DeepSpeedEngine:
 
         with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
             yield
+
+
+def _leave_group() -> None:
+    """End gloo's threads while Python still runs: at exit, without this, they now and then abort the process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def prepare_environment(config: EngineConfig) -> None:

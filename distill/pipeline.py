@@ -5,7 +5,6 @@ Heavy libraries are imported only when a stage really runs.
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -166,24 +165,20 @@ def _name_folders(recipe: Recipe, stages: dict[str, Stage], runs: Path) -> None:
     names = {"recipe": recipe.name, "stages": {name: stage.folder for name, stage in stages.items()}}
     text = json.dumps(names, indent=1)
     file = runs / f"{recipe.name}.json"
-    if _rank() == 0 and (not file.is_file() or file.read_text() != text):
+    if machine.rank() == 0 and (not file.is_file() or file.read_text() != text):
         write_atomic(file, text)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Callable[[str], None]) -> float:
     """Run one stage in its locked folder and seal it; return the seconds it took."""
     folder = StageFolder(folders[stage.name])
     start = time.monotonic()
-    if _rank() > 0:
+    if machine.rank() > 0:
         # Under a launcher every rank trains; the first one alone holds the folder and does the rest.
         if stage.name in TRAINED:
             RUNNERS[stage.name](recipe, folders)
         while not folder.is_complete():
-            raise_if_stopped(f"rank {_rank()} stopped")
+            raise_if_stopped(f"rank {machine.rank()} stopped")
             time.sleep(0.2)
         return time.monotonic() - start
     with folder.lock():

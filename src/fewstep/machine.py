@@ -25,6 +25,11 @@ PACKAGES = (
 )
 
 
+def rank() -> int:
+    """Return which of a launcher's processes this one is; 0 where there is no launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fewstep.machine import rank
+
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 
 
@@ -28,11 +30,16 @@ class Progress:
             self._bar.update(self._task, completed=self.done, note=self.note, rate=self._rate())
         elif time.monotonic() - self._last_line >= LINE_EVERY:
             self._last_line = time.monotonic()
-            print(self.line(), file=sys.stderr, flush=True)
+            self.print()
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         return f"{self.done / seconds:,.1f} {self.unit}/s"
+
+    def print(self) -> None:
+        """Print the state to stderr, on one rank of several."""
+        if rank() == 0:
+            print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
         """Return the state as one line: done, rate, time left, note."""
@@ -57,13 +64,13 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str = "tokens") -> Iterator[Progress]:
-    """Yield a counter that shows the rate and the time left of work with `total` units."""
-    if not sys.stderr.isatty():
+    """Yield a counter that shows the rate and the time left of work with `total` units; rank 0 alone shows it."""
+    if rank() > 0 or not sys.stderr.isatty():
         counter = Progress(label, total, unit)
         try:
             yield counter
         finally:
-            print(counter.line(), file=sys.stderr, flush=True)
+            counter.print()
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn

@@ -7,7 +7,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from fewstep.errors import UserError
 from fewstep.schema import Config
 
-TRAINING_VERSION = 2  # raised when the same recipe would now train another student
+# Which settings beside its weight an objective reads; one that is not listed may read any.
+OBJECTIVE_SETTINGS = {
+    "ce": set(),
+    "ar": set(),
+    "correction": set(),
+    "certainty": {"temperature"},
+    "consistency": {"temperature"},
+    "kd": {"temperature", "divergence"},
+}
+
+TRAINING_VERSION = 3  # raised when the same recipe would now train another student
 PUBLISH_VERSION = 1  # raised when a repository would now hold other files
 
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]
@@ -30,7 +40,11 @@ class ObjectiveConfig(Config):
     start: Float = Field(0.0, ge=0.0, alias="from", description="ramp: weight at the first step")
     end: Float = Field(1.0, ge=0.0, alias="to", description="ramp: weight once `over` of the steps are done")
     over: Float = Field(0.5, gt=0.0, le=1.0, description="ramp: share of the steps it takes")
-    temperature: Float = Field(1.0, gt=0.0, description="softmax temperature inside kd and certainty")
+    temperature: Float = Field(1.0, gt=0.0, description="softmax temperature inside kd, certainty and consistency")
+    divergence: Literal["forward", "reverse", "total_variation"] = Field(
+        "forward",
+        description="of kd: KL(teacher‖student), KL(student‖teacher), or 1 - Σ min(p, q), which raises acceptance in `verify`",
+    )
 
     @model_validator(mode="after")
     def _constant_or_ramp(self):
@@ -68,7 +82,7 @@ class TrainingConfig(Config):
     weight_decay: Float = Field(0.0, ge=0.0)
     max_grad_norm: Float = Field(1.0, gt=0.0)
     objectives: dict[str, Objective] = Field(
-        description="objective name → weight, or {weight, from, to, over, temperature}"
+        description="objective name → weight, or {weight, from, to, over, temperature, divergence}"
     )
     lora: LoraConfig | None = Field(None, description="null: full weights")
     order: Literal["noise", "trajectory", "nll"] = Field(
@@ -88,10 +102,41 @@ class TrainingConfig(Config):
         le=1.0,
         description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target",
     )
+    right_weighted: Float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="masking at random leans to the right: the first position of a block is masked (1 - x) times, the last (1 + x) times as often as without it",
+    )
+    anchor: Float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of blocks whose first position stays visible: at decoding time the clean stream can supply it",
+    )
+    fill: Float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of samples whose masked positions hold the student's own guesses: what `correction` learns from",
+    )
+    fill_noise: Float = Field(0.75, gt=0.0, le=1.0, description="share of a block that `fill` guesses")
+    reveal: Float = Field(
+        0.5,
+        gt=0.0,
+        lt=1.0,
+        description="share of a block's masked positions that the later of the two states of `consistency` reveals",
+    )
     copies: int = Field(1, ge=1, description="noisy copies of a response that share its clean stream")
     complementary: bool = Field(False, description="add to each copy one with the complementary mask")
     block_sizes: tuple[int, ...] | None = Field(
         None, description="curriculum: block sizes in equal phases; default: student.block_size throughout"
+    )
+    random_block_size: Float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="last share of the steps in which each step draws its block size from 4, 8, 16, … up to student.block_size, so that any of them may decode",
     )
     random_offset: Float = Field(
         0.5, ge=0.0, le=1.0, description="share of samples whose first block has a random length, as `verify` needs"
@@ -154,6 +199,15 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
         raise UserError("adapt.order: trajectory is recorded from an adapted student; use noise or nll here")
     if not config.used():
         raise UserError(f"{stage}.objectives: no objective has a weight above 0; give one, such as ce: 1.0")
+    for name, objective in config.objectives.items():
+        for key in sorted({"temperature", "divergence"} & objective.model_fields_set):
+            if key not in OBJECTIVE_SETTINGS.get(name, {key}):
+                raise UserError(f"{stage}.objectives.{name}.{key}: {name} does not read it; remove it")
+    if ("correction" in config.used()) != (config.fill > 0):
+        raise UserError(
+            f"{stage}.fill: {config.fill:g}, and objectives {', '.join(sorted(config.used()))}: "
+            "correction learns from filled samples, and they from it alone; set both or neither"
+        )
     if gated and "ar" in config.used():
         raise UserError(
             f"{stage}.objectives.ar: the clean stream of a gated LoRA is the untouched teacher and learns nothing; set it to 0"
@@ -173,6 +227,8 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
             raise UserError(
                 f"{stage}: a bidirectional student sees later blocks, so neither kd nor order: trajectory fits it; remove them"
             )
+        if config.anchor:
+            raise UserError(f"{stage}.anchor: a bidirectional student has no clean stream to supply it; set it to 0")
         if config.random_offset:
             raise UserError(f"{stage}.random_offset: a bidirectional student has no blocks to shift; set it to 0")
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from fewstep import records
 from fewstep.distill.config import TrainingConfig
-from fewstep.distill.states import noise, suffix, trajectory
-from fewstep.errors import UserError
+from fewstep.distill.states import anchor, noise, suffix, trajectory, two_step
 from fewstep.students.layout import Example, block_index, filled_length
 
 
@@ -75,25 +74,32 @@ def draw_example(
     n = filled_length(len(sample.response), block_size, first) if sample.finished else len(sample.response)
     noisy = np.concatenate([sample.response, np.full(n - len(sample.response), eos)])
     block = block_index(n, block_size, first)
-    low, high = config.noise_at(progress)
+    fill = bool(config.fill) and rng.random() < config.fill
+    low, high = (config.fill_noise, config.fill_noise) if fill else config.noise_at(progress)
     # a recorded trajectory is one of unshifted blocks; the teacher's surprise belongs to a position alone
-    ordered = sample.order is not None and (config.order == "nll" or not shifted)
-    if ordered and rng.random() < config.order_share:
-        drawn = trajectory.masks(block, _extend_order(sample.order, n), rng, low, high, config.copies)
+    known = sample.order is not None and (config.order == "nll" or not shifted) and not fill
+    order = _extend_order(sample.order, n) if known and rng.random() < config.order_share else None
+    if order is not None:
+        drawn = trajectory.masks(block, order, rng, low, high, config.copies)
     else:
-        drawn = noise.masks(block, rng, low, high, config.copies)
-    if config.suffix:
+        drawn = noise.masks(block, rng, low, high, config.copies, config.right_weighted)
+    if config.suffix and not fill:
         tails = suffix.masks(block, rng, config.copies)
         swap = rng.random((config.copies, int(block[-1]) + 1)) < config.suffix
         drawn = np.where(swap[:, block], tails, drawn)
+    if config.anchor:
+        drawn = anchor.unmask(drawn, block, rng, config.anchor)
     if config.complementary:
         # a block that was masked whole has an empty complement: it stays masked, so no block goes unsupervised
         other = ~drawn
         empty = np.stack([np.bincount(block, weights=o) == 0 for o in other])
         drawn = np.concatenate([drawn, np.where(empty[:, block], drawn, other)])
+    later = None
+    if "consistency" in config.used():  # a filled sample has no later state: it is nowhere masked
+        later = drawn & False if fill else two_step.later(drawn, block, order, rng, config.reveal)
     return Example(
-        sample.prompt, sample.response, noisy, block, drawn, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
-    )
+        sample.prompt, sample.response, noisy, block, drawn, later, fill, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
+    )  # fmt: skip
 
 
 def _extend_order(order: np.ndarray, n: int) -> np.ndarray:
@@ -103,11 +109,13 @@ def _extend_order(order: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate([order, order.max() + 1 + np.arange(n - len(order))])
 
 
-def curriculum_block_size(config: TrainingConfig, largest: int, progress: float) -> int:
-    """Return the block size at `progress`: equal phases over `config.block_sizes`."""
+def curriculum_block_size(config: TrainingConfig, largest: int, step: int, seed: int) -> int:
+    """Return the block size of a step: equal phases over `config.block_sizes`, then drawn anew each step."""
     sizes = config.block_sizes or (largest,)
-    if max(sizes) > largest:
-        raise UserError(f"block_sizes={list(sizes)}: none may exceed student.block_size={largest}")
+    progress = step / config.max_steps
+    if progress >= 1.0 - config.random_block_size:
+        any_of = [size for size in (4 * 2**i for i in range(largest.bit_length())) if size <= largest] or [largest]
+        return int(keyed_rng(seed, step, "block size").choice(any_of))
     return sizes[min(int(progress * len(sizes)), len(sizes) - 1)]
 
 

@@ -83,9 +83,10 @@ def run(
             sample.order = trajectories.nll_order(sample)
 
     objectives = load_objectives(config.objectives)
-    temperatures = {name: o.temperature for name, o in config.objectives.items()}
     # eval mode throughout: the masks are the noise, and dropout would draw from a generator that no checkpoint holds
-    trainee = Trainee(model, facts["attention"], facts["mask_token_id"], objectives, temperatures).eval()
+    trainee = Trainee(
+        model, facts["attention"], facts["mask_token_id"], objectives, config.objectives, config.fill > 0
+    ).eval()
     trained = [p for p in trainee.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -125,7 +126,7 @@ def run(
     with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
         for step in range(first_step, config.max_steps):
             share = step / config.max_steps
-            block_size = curriculum_block_size(config, facts["block_size"], share)
+            block_size = curriculum_block_size(config, facts["block_size"], step, seed)
             epoch, indices = plan.at(step)
             mine = micro_batches(indices, worker.world_size, config.gradient_accumulation_steps)[worker.rank]
             batches = [batch_of([samples[i] for i in group], block_size, epoch, share) for group in mine]
@@ -284,7 +285,7 @@ def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, f
             totals[name] += weight
             sums[name] += float(parts[name])
         right += float(parts["right_diffusion"])
-        masked += float((~batch.clean & (batch.weight == 1)).sum())
+        masked += float((~batch.clean & ~batch.filled & (batch.weight == 1)).sum())
     measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
     return measured | {"held_out_accuracy": right / masked if masked else 0.0}
 

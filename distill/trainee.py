@@ -4,17 +4,21 @@ Shapes: B rows, Q positions, R supervised rows, V vocabulary.
 """
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fewstep.distill.objectives.rows import Rows
+from fewstep.distill.states import fill
 from fewstep.errors import UserError
-from fewstep.kernels.linear_rows_loss import linear_rows_loss
+from fewstep.kernels.linear_rows_loss import CHUNK_ROWS, head_logits, linear_rows_loss
 from fewstep.students.layout import Batch, body_hidden
 
-_ROW_FIELDS = ("labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher")
+_ROW_FIELDS = (
+    "labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher", "filled", "still",
+)  # fmt: skip
 
 
 def load_objectives(names) -> dict:
@@ -39,13 +43,15 @@ class Trainee(nn.Module):
         attention: the pattern of its noisy positions.
         mask_token_id: at -inf in every loss where it is a row of the head.
         objectives: name → module.
-        temperatures: name → softmax temperature.
+        settings: name → its settings in the recipe.
+        fills: whether samples may be filled with the student's own guesses: then every batch takes a
+            forward for them, so that the ranks stay in step.
     """
 
-    def __init__(self, model, attention: str, mask_token_id: int, objectives: dict, temperatures: dict[str, float]):
+    def __init__(self, model, attention: str, mask_token_id: int, objectives: dict, settings: dict, fills: bool):
         super().__init__()
         self.model, self.attention, self.mask_token_id = model, attention, mask_token_id
-        self.objectives, self.temperatures = objectives, temperatures
+        self.objectives, self.settings, self.fills = objectives, settings, fills
 
     def forward(self, batch: Batch, coefficients: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return Σ_objectives coefficient · Σ_rows weight · loss, and the sums behind it.
@@ -54,40 +60,64 @@ class Trainee(nn.Module):
             coefficients: name → weight of the objective ÷ Σ of its row weights over the whole step.
 
         Returns:
-            (scalar f32, {"<objective>": Σ weight·loss, "right", "right_low", …: counts at masked positions}).
+            (scalar f32, {"<objective>": Σ weight·loss, "right_diffusion": right ones of the masked positions}).
         """
-        hidden = body_hidden(self.model, batch, self.attention)[batch.rows]  # [R, D]
-        head = self.model.get_output_embeddings()
-        head = getattr(head, "original_module", head)
-        config = self.model.config.get_text_config()
+        if self.fills:
+            batch = fill.write(batch, self._guesses(batch))
+        later = None
+        if batch.later_ids is not None:
+            with torch.no_grad():
+                later = self._hidden(replace(batch, ids=batch.later_ids))
+        hidden = self._hidden(batch)
         sums = {name: hidden.new_zeros((), dtype=torch.float32) for name in self.objectives}
         sums |= {"right_diffusion": hidden.new_zeros((), dtype=torch.float32)}
 
         def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
-            if self.mask_token_id < logits.shape[-1]:
-                blocked = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-                blocked[self.mask_token_id] = True
-                logits = logits.masked_fill(blocked, -torch.inf)
-            chunk = Rows(logits, **{f: getattr(batch, f)[rows] for f in _ROW_FIELDS})
+            chunk = Rows(self._without_mask(logits), **{f: getattr(batch, f)[rows] for f in _ROW_FIELDS})
+            if later is not None:
+                with torch.no_grad():
+                    chunk.later = self._without_mask(head_logits(later[rows], **self._head()))
             total = logits.new_zeros(())
             for name, objective in self.objectives.items():
-                part = (objective.weights(chunk) * objective.loss(chunk, self.temperatures[name])).sum()
+                part = (objective.weights(chunk) * objective.loss(chunk, self.settings[name])).sum()
                 sums[name] += part.detach()
                 if coefficients.get(name):
                     total = total + coefficients[name] * part
-            sums["right_diffusion"] += (chunk.right & ~chunk.clean & (chunk.weight == 1)).sum()
+            sums["right_diffusion"] += (chunk.right & ~chunk.clean & ~chunk.filled & (chunk.weight == 1)).sum()
             # every row's logits take part, so that a step without an active objective still has a gradient of zero
             return total + 0.0 * chunk.nll.sum()
 
-        loss = linear_rows_loss(
-            hidden,
-            head.weight,
-            of_chunk,
-            bias=getattr(head, "bias", None),
-            softcap=getattr(config, "final_logit_softcapping", None),
-            scale=_logit_scale(config),
-        )
-        return loss, sums
+        return linear_rows_loss(hidden, loss_fn=of_chunk, **self._head()), sums
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        """Return [R, D], the supervised rows after the final norm."""
+        return body_hidden(self.model, batch, self.attention)[batch.rows]
+
+    @torch.no_grad()
+    def _guesses(self, batch: Batch) -> torch.Tensor:
+        """Return [R] int64, the most likely token of every supervised row."""
+        parts = self._hidden(batch).split(CHUNK_ROWS)
+        return torch.cat([self._without_mask(head_logits(part, **self._head())).argmax(-1) for part in parts])
+
+    def _head(self) -> dict:
+        """Return what turns hidden rows into logits, as `linear_rows_loss` takes it."""
+        head = self.model.get_output_embeddings()
+        head = getattr(head, "original_module", head)
+        config = self.model.config.get_text_config()
+        return {
+            "weight": head.weight,
+            "bias": getattr(head, "bias", None),
+            "softcap": getattr(config, "final_logit_softcapping", None),
+            "scale": _logit_scale(config),
+        }
+
+    def _without_mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits with the mask token, where it is one of their columns, at -inf."""
+        if self.mask_token_id >= logits.shape[-1]:
+            return logits
+        blocked = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        blocked[self.mask_token_id] = True
+        return logits.masked_fill(blocked, -torch.inf)
 
 
 def row_weights(batch: Batch, objectives: dict) -> dict[str, float]:

@@ -18,6 +18,14 @@ import torch
 LossFn = Callable[[torch.Tensor, slice], torch.Tensor]
 
 
+CHUNK_ROWS = 256
+
+
+def head_logits(hidden, weight, *, bias=None, softcap=None, scale=1.0) -> torch.Tensor:
+    """Return [r, V] f32 logits of [r, D] rows: softcap makes them c·tanh(logits / c), scale multiplies first."""
+    return _cap(torch.nn.functional.linear(hidden, weight, bias), softcap, scale)
+
+
 def linear_rows_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -26,7 +34,7 @@ def linear_rows_loss(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
-    chunk_rows: int = 256,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> torch.Tensor:
     """Return Σ over chunks of loss_fn(logits of the chunk), differentiable in hidden, weight and bias.
 
@@ -46,10 +54,13 @@ def linear_rows_loss(
 
 def linear_rows_loss_reference(hidden, weight, loss_fn, *, bias=None, softcap=None, scale=1.0):
     """Compute the same with all logits at once and plain autograd."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = head_logits(hidden, weight, bias=bias, softcap=softcap, scale=scale)
     return loss_fn(logits, slice(0, len(hidden)))
+
+
+def _cap(raw: torch.Tensor, softcap: float | None, scale: float) -> torch.Tensor:
+    logits = raw.float() * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 class _LinearRowsLoss(torch.autograd.Function):
@@ -66,10 +77,7 @@ class _LinearRowsLoss(torch.autograd.Function):
             raw = torch.nn.functional.linear(h, weight, bias)
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
-                logits = raw.float() * scale
-                if softcap:
-                    logits = softcap * torch.tanh(logits / softcap)
-                loss = loss_fn(logits, rows)
+                loss = loss_fn(_cap(raw, softcap, scale), rows)
                 (grad,) = torch.autograd.grad(loss, raw) if need_h or need_w or need_b else (None,)
             total += loss.detach()
             if need_h:

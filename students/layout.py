@@ -14,6 +14,7 @@ from fewstep.students.decoding.gated import noisy
 from fewstep.students.decoding.masks import layer_masks
 
 CLEAN = -1
+_SUPERVISED = ("rows", "labels", "weight", "clean", "eligible", "filled", "still")  # of each row
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Example:
     noisy: [n] response tokens, filled with EOS to the end of the last block where `finished`.
     block: [n] block of each position, counted from 0; blocks never reach into the prompt.
     masks: [M, n] bool, which positions of each copy are masked; at least one a block.
+    later: [M, n] bool, which of them are still masked in a later state, or None: no later state.
+    fill: whether the masked positions are to hold the student's own guesses.
     topk_ids, topk_logprobs: [len(response), K] or None; tail_mass: [len(response)].
     """
 
@@ -32,6 +35,8 @@ class Example:
     noisy: np.ndarray
     block: np.ndarray
     masks: np.ndarray
+    later: np.ndarray | None = None
+    fill: bool = False
     topk_ids: np.ndarray | None = None
     topk_logprobs: np.ndarray | None = None
     tail_mass: np.ndarray | None = None
@@ -44,9 +49,10 @@ class Batch:
     ids, pos, seg, block, start: [B, Q] int64; seg is CLEAN or the copy; start is where the block begins.
     valid: [B, Q] bool. num_noisy: M·N, the gate of gated adapters.
     rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
-    clean [R] bool (an AR row) and eligible [R] bool (no visible token right of it in its block);
-    topk_ids [R, K], topk_logprobs [R, K] f32 (natural
-    log), tail_mass [R] f32, with has_teacher [R] bool.
+    clean [R] bool (an AR row), eligible [R] bool (no visible token right of it in its block),
+    filled [R] bool (to hold the student's own guess) and still [R] bool (masked in the later state too);
+    topk_ids [R, K], topk_logprobs [R, K] f32 (natural log), tail_mass [R] f32, with has_teacher [R] bool.
+    later_ids: [B, Q] int64, what the body reads in the later state, or None.
     """
 
     ids: torch.Tensor
@@ -61,10 +67,13 @@ class Batch:
     weight: torch.Tensor
     clean: torch.Tensor
     eligible: torch.Tensor
+    filled: torch.Tensor
+    still: torch.Tensor
     topk_ids: torch.Tensor
     topk_logprobs: torch.Tensor
     tail_mass: torch.Tensor
     has_teacher: torch.Tensor
+    later_ids: torch.Tensor | None = None
 
     def to(self, device) -> "Batch":
         """Move every tensor."""
@@ -104,15 +113,19 @@ def build_batch(
     ids, pos, block, start = (np.zeros((B, Q), np.int64) for _ in range(4))
     seg = np.full((B, Q), CLEAN, np.int64)
     valid = np.zeros((B, Q), bool)
-    out: dict[str, list[np.ndarray]] = {k: [] for k in ("rows", "labels", "weight", "clean", "eligible")}
+    later_ids = None if examples[0].later is None else np.zeros((B, Q), np.int64)
+    out: dict[str, list[np.ndarray]] = {k: [] for k in _SUPERVISED}
     teacher: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "logprobs", "tail", "has")}
     for b, e in enumerate(examples):
         P, L, n = len(e.prompt), len(e.response), len(e.noisy)
         clean = np.concatenate([e.prompt, e.response]) if with_response else e.prompt
         ids[b, : len(clean)], valid[b, : len(clean)] = clean, True
         pos[b, : len(clean)] = np.arange(len(clean))
+        if later_ids is not None:
+            later_ids[b, : len(clean)] = clean
         if with_response:  # AR rows: the position before each response token
-            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), True, np.zeros(L, bool))
+            none = np.zeros(L, bool)
+            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), ~none, none, none, none)
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
@@ -126,7 +139,11 @@ def build_batch(
             where = np.flatnonzero(masked)
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
-            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], False, eligible)
+            still = masked[where] & False if e.later is None else e.later[m, where]
+            filled = np.full(len(where), e.fill)
+            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], filled & False, eligible, filled, still)
+            if later_ids is not None:
+                later_ids[b, at : at + n] = np.where(e.later[m], mask_token_id, e.noisy)
             _teach(teacher, e, where, num_topk)
     return Batch(
         ids=torch.from_numpy(ids),
@@ -141,10 +158,13 @@ def build_batch(
         weight=_cat(out["weight"], torch.float32),
         clean=_cat(out["clean"], torch.bool),
         eligible=_cat(out["eligible"], torch.bool),
+        filled=_cat(out["filled"], torch.bool),
+        still=_cat(out["still"], torch.bool),
         topk_ids=_cat(teacher["ids"], torch.int64),
         topk_logprobs=_cat(teacher["logprobs"], torch.float32),
         tail_mass=_cat(teacher["tail"], torch.float32),
         has_teacher=_cat(teacher["has"], torch.bool),
+        later_ids=None if later_ids is None else torch.from_numpy(later_ids),
     )
 
 
@@ -193,10 +213,9 @@ def _visible_right(masked: np.ndarray, block: np.ndarray) -> np.ndarray:
     return out
 
 
-def _supervise(out, rows, labels, weight, clean, eligible) -> None:
-    values = (rows, labels, weight, np.full(len(rows), clean), eligible)
-    for key, value in zip(("rows", "labels", "weight", "clean", "eligible"), values):
-        out[key].append(np.asarray(value))
+def _supervise(out, *values) -> None:
+    for key, value in zip(_SUPERVISED, values, strict=True):
+        out[key].append(value)
 
 
 def _teach(teacher, e: Example, where: np.ndarray, K: int) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from fewstep.distill.config import ObjectiveConfig
 from fewstep.distill.objectives.rows import Rows
 
 
@@ -10,6 +11,6 @@ def weights(rows) -> torch.Tensor:
     return rows.weight * rows.clean
 
 
-def loss(rows: Rows, temperature: float) -> torch.Tensor:
-    """Return [R] f32 of -log p(x_i | x_<i). `temperature` is not used."""
+def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
+    """Return [R] f32 of -log p(x_i | x_<i)."""
     return rows.nll

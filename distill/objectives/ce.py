@@ -2,16 +2,17 @@
 
 import torch
 
+from fewstep.distill.config import ObjectiveConfig
 from fewstep.distill.objectives.rows import Rows
 
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of masked positions, zero on the AR stream."""
-    return rows.weight * ~rows.clean
+    return rows.weight * (~rows.clean & ~rows.filled)
 
 
-def loss(rows: Rows, temperature: float) -> torch.Tensor:
-    """Return [R] f32 of -log p(x_0). `temperature` is not used.
+def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
+    """Return [R] f32 of -log p(x_0).
 
     Source: masked diffusion with flat weights (MDLM without the 1/t factor).
     """

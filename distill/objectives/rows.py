@@ -20,6 +20,8 @@ class Rows:
     eligible: [R] bool, masked positions with no visible token to their right inside the block.
     topk_ids [R, K] int64, topk_logprobs [R, K] f32 and tail_mass [R] f32 of the teacher at T=1, where
     has_teacher [R] bool.
+    filled: [R] bool, positions that hold the student's own guess; still: [R] bool, positions that are
+    masked in a later state too, whose logits there are later [R, V] f32 (None: no later state).
     """
 
     logits: torch.Tensor
@@ -31,6 +33,9 @@ class Rows:
     topk_logprobs: torch.Tensor
     tail_mass: torch.Tensor
     has_teacher: torch.Tensor
+    filled: torch.Tensor
+    still: torch.Tensor
+    later: torch.Tensor | None = None
 
     @cached_property
     def logprobs(self) -> torch.Tensor:

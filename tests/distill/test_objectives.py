@@ -1,15 +1,30 @@
 """Each objective against a dense fp64 reference written from its definition; the contract of the kind."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fewstep.distill.objectives import ar, ce, certainty, kd
+from fewstep.distill.config import ObjectiveConfig
+from fewstep.distill.objectives import ar, ce, certainty, consistency, correction, kd
 from fewstep.distill.objectives.rows import Rows
 
 V, K, R, MASK = 11, 3, 8, 10
-OBJECTIVES = {"ce": ce, "ar": ar, "kd": kd, "certainty": certainty}
+OBJECTIVES = {
+    "ce": ce,
+    "ar": ar,
+    "correction": correction,
+    "certainty": certainty,
+    "consistency": consistency,
+    "kd": kd,
+    "kd reverse": kd,
+    "kd total_variation": kd,
+}
+
+
+def settings(name, T):
+    return ObjectiveConfig(weight=1.0, temperature=T, divergence=name.split()[1] if " " in name else "forward")
 
 
 def rows(dtype=torch.float64, requires_grad=False, seed=0):
@@ -30,18 +45,30 @@ def rows(dtype=torch.float64, requires_grad=False, seed=0):
         topk_logprobs=top.values,
         tail_mass=1 - top.values.exp().sum(-1),
         has_teacher=torch.tensor([True, True, True, False, True, True, True, True]),
+        filled=torch.tensor([False, False, False, False, False, False, True, False]),
+        still=torch.tensor([True, False, True, False, False, False, False, False]),
+        later=torch.cat(
+            [torch.randn(R, V - 1, generator=g, dtype=dtype) * 2, torch.full((R, 1), -torch.inf, dtype=dtype)], -1
+        ),
     )
+
+
+def log_softmax(values):
+    top = max(values)
+    total = sum(math.exp(v - top) for v in values)
+    return [v - top - math.log(total) if v > -math.inf else -math.inf for v in values]
 
 
 def dense(name, r, T):
     """The definitions, row by row, with Python floats."""
     out = []
+    name, _, divergence = name.partition(" ")
     for i in range(R):
-        z = [float(v) / T if name in ("certainty", "kd") else float(v) for v in r.logits[i]]
-        top = max(z)
-        total = sum(math.exp(v - top) for v in z)
-        logp = [v - top - math.log(total) if v > -math.inf else -math.inf for v in z]
-        if name in ("ce", "ar"):
+        logp = log_softmax([float(v) / (T if name in ("certainty", "consistency", "kd") else 1.0) for v in r.logits[i]])
+        if name == "consistency":
+            later = log_softmax([float(v) / T for v in r.later[i]])
+            out.append(sum(math.exp(a) * (a - b) for a, b in zip(later, logp) if a > -math.inf))
+        elif name in ("ce", "ar", "correction"):
             out.append(-logp[int(r.labels[i])])
         elif name == "certainty":
             right = max(range(V), key=lambda v: float(r.logits[i, v])) == int(r.labels[i])
@@ -52,7 +79,13 @@ def dense(name, r, T):
             norm = sum(q) + tail
             q, tail = [v / norm for v in q], tail / norm
             p = [math.exp(logp[int(k)]) for k in r.topk_ids[i]]
-            out.append(sum(a * math.log(a / b) for a, b in zip(q, p)) + tail * math.log(tail / (1 - sum(p))))
+            q, p = [*q, tail], [*p, 1 - sum(p)]
+            if divergence == "total_variation":
+                out.append(1 - sum(min(a, b) for a, b in zip(q, p)))
+            elif divergence == "reverse":
+                out.append(sum(b * math.log(b / a) for a, b in zip(q, p)))
+            else:
+                out.append(sum(a * math.log(a / b) for a, b in zip(q, p)))
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -60,7 +93,7 @@ def dense(name, r, T):
 @pytest.mark.parametrize("T", [1.0, 0.5])
 def test_loss_equals_the_dense_reference(name, T):
     r = rows()
-    assert torch.allclose(OBJECTIVES[name].loss(r, T), dense(name, r, T), rtol=1e-9)
+    assert torch.allclose(OBJECTIVES[name].loss(r, settings(name, T)), dense(name, r, T), rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -72,28 +105,37 @@ def test_gradient_is_right_and_finite_beside_the_suppressed_mask_token(name):
         full = torch.cat([free, torch.full((R, 1), -torch.inf, dtype=free.dtype)], -1)
         again = Rows(full, **{k: v for k, v in vars(r).items() if k not in ("logits", "logprobs", "nll", "right")})
         again.__dict__["right"] = right
-        return OBJECTIVES[name].loss(again, 0.7).sum()
+        return OBJECTIVES[name].loss(again, settings(name, 0.7)).sum()
 
     free = r.logits.detach()[:, :MASK].clone().requires_grad_()
     assert torch.autograd.gradcheck(total, (free,))
-    OBJECTIVES[name].loss(r, 0.7).sum().backward()
+    OBJECTIVES[name].loss(r, settings(name, 0.7)).sum().backward()
     assert torch.isfinite(r.logits.grad).all()
 
 
 def test_each_objective_supervises_its_own_rows_alone():
     r = rows()
-    assert ce.weights(r).tolist() == pytest.approx([1, 1, 0.1, 1, 0, 0, 1, 1])
+    assert ce.weights(r).tolist() == pytest.approx([1, 1, 0.1, 1, 0, 0, 0, 1])
     assert certainty.weights(r).tolist() == ce.weights(r).tolist()
     assert ar.weights(r).tolist() == pytest.approx([0, 0, 0, 0, 1, 0.1, 0, 0])
-    assert kd.weights(r).tolist() == pytest.approx([1, 0, 0.1, 0, 0, 0, 1, 1])
+    assert kd.weights(r).tolist() == pytest.approx([1, 0, 0.1, 0, 0, 0, 0, 1])
+    assert correction.weights(r).tolist() == pytest.approx([0, 0, 0, 0, 0, 0, 1, 0])
+    assert consistency.weights(r).tolist() == pytest.approx([1, 0, 0.1, 0, 0, 0, 0, 0])
 
 
-def test_kd_is_zero_where_the_student_is_the_teacher():
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "total_variation"])
+def test_kd_is_zero_where_the_student_is_the_teacher(divergence):
     r = rows()
     same = torch.randn(R, V - 1, dtype=torch.float64).log_softmax(-1)
     top = same.topk(K, -1)
-    r = Rows(
-        torch.cat([same, torch.full((R, 1), -torch.inf, dtype=torch.float64)], -1),
-        r.labels, r.weight, r.clean, r.eligible, top.indices, top.values, 1 - top.values.exp().sum(-1), r.has_teacher,
-    )  # fmt: skip
-    assert kd.loss(r, 1.0).abs().max() < 1e-9
+    teacher = {"topk_ids": top.indices, "topk_logprobs": top.values, "tail_mass": 1 - top.values.exp().sum(-1)}
+    r = replace(r, logits=torch.cat([same, torch.full((R, 1), -torch.inf, dtype=torch.float64)], -1), **teacher)
+    assert kd.loss(r, ObjectiveConfig(weight=1.0, divergence=divergence)).abs().max() < 1e-9
+    other = replace(r, logits=r.logits.roll(1, 0))
+    assert kd.loss(other, ObjectiveConfig(weight=1.0, divergence=divergence)).min() > 1e-3
+
+
+def test_consistency_is_zero_where_both_states_say_the_same():
+    r = rows()
+    assert consistency.loss(replace(r, later=r.logits), ObjectiveConfig(weight=1.0)).abs().max() < 1e-12
+    assert consistency.loss(r, ObjectiveConfig(weight=1.0)).min() > 1e-3

@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from fewstep.distill.config import AdaptConfig, DistillConfig
-from fewstep.distill.examples import Sample, draw_example, epoch_steps, keyed_rng, micro_batches
-from fewstep.distill.states import noise, suffix, trajectory
+from fewstep.distill.examples import (
+    Sample,
+    curriculum_block_size,
+    draw_example,
+    epoch_steps,
+    keyed_rng,
+    micro_batches,
+)
+from fewstep.distill.states import anchor, noise, suffix, trajectory, two_step
 from fewstep.students.layout import block_index, filled_length
 
 EOS = 1
@@ -148,3 +155,61 @@ def test_a_recorded_trajectory_is_not_used_on_shifted_blocks(order, applies):
         order_of = np.concatenate([made.order, 100 + np.arange(len(e.noisy) - 16)])
         hits.append(all(order_of[(e.block == b) & e.masks[0]].min() > order_of[(e.block == b) & ~e.masks[0]].max(initial=-1) for b in range(e.block[-1] + 1)))  # fmt: skip
     assert np.mean(hits) == 1.0 if applies else np.mean(hits) < 0.5
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+def test_masking_that_leans_right_keeps_the_level_and_moves_the_masks(right):
+    block = block_index(80_000, 8, 8)
+    share = noise.masks(block, np.random.default_rng(0), 0.5, 0.5, 1, right).reshape(10_000, 8).mean(0)
+    assert share.mean() == pytest.approx(0.5, abs=0.01)
+    assert share == pytest.approx(0.5 * (1 + right * np.linspace(-1, 1, 8)), abs=0.02)
+    assert noise.masks(block_index(3, 1, 1), np.random.default_rng(0), 0.0, 0.1, 1, right).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_anchor_shows_the_first_position_of_its_share_of_blocks(share):
+    block = block_index(8_000, 8, 3)
+    begins = np.searchsorted(block, np.unique(block))
+    whole = np.ones((2, 8_000), bool)
+    out = anchor.unmask(whole, block, np.random.default_rng(0), share)
+    assert 1 - out[:, begins].mean() == pytest.approx(share, abs=0.05)
+    assert np.delete(out, begins, 1).all() and has_a_mask_in_every_block(out, block)
+    only_first = np.zeros((1, 8_000), bool)
+    only_first[0, begins] = True
+    assert np.array_equal(anchor.unmask(only_first, block, np.random.default_rng(0), share), only_first)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("reveal", [0.1, 0.5, 0.9])
+def test_the_later_state_shows_more_of_the_same_block(reveal, ordered):
+    block = block_index(35, 8, 3)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(35) if ordered else None
+    masks = noise.masks(block, rng, 0.1, 1.0, 4)
+    later = two_step.later(masks, block, order, rng, reveal)
+    assert not (later & ~masks).any() and has_a_mask_in_every_block(later, block)
+    for m, then in zip(masks, later):
+        for b in range(block[-1] + 1):
+            before, after = np.flatnonzero(m & (block == b)), np.flatnonzero(then & (block == b))
+            shown = np.setdiff1d(before, after)
+            assert len(shown) == min(max(1, round(reveal * len(before))), len(before) - 1)
+            assert order is None or not len(shown) or order[shown].max() < order[after].min()
+
+
+def test_filled_samples_are_masked_at_their_own_level_and_have_no_later_state():
+    config = AdaptConfig(
+        objectives={"ce": 1.0, "correction": 1.0, "consistency": 1.0}, fill=0.5, fill_noise=1.0, noise=(0.1, 0.2)
+    )
+    drawn = [draw_example(sample(16), config, 8, EOS, 0, epoch, 0.0) for epoch in range(200)]
+    assert np.mean([e.fill for e in drawn]) == pytest.approx(0.5, abs=0.1)
+    for e in drawn:
+        assert e.masks.all() == e.fill and e.later.any() != e.fill
+
+
+def test_block_size_is_drawn_in_the_last_share_of_the_steps():
+    config = AdaptConfig(max_steps=400, block_sizes=(8, 32), random_block_size=0.25)
+    sizes = [curriculum_block_size(config, 32, step, 0) for step in range(400)]
+    assert set(sizes[:200]) == {8} and set(sizes[200:300]) == {32}
+    assert {size: sizes[300:].count(size) > 10 for size in (4, 8, 16, 32)} == dict.fromkeys((4, 8, 16, 32), True)
+    assert sizes[300:] != [curriculum_block_size(config, 32, step, 1) for step in range(300, 400)]
+    assert {curriculum_block_size(config, 3, step, 0) for step in range(300, 400)} == {3}

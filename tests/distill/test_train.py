@@ -10,11 +10,15 @@ from safetensors.torch import load_file
 
 from fewstep import records
 from fewstep.distill import train
+from fewstep.distill import trainee as trainee_module
 from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, LoraConfig, TrackConfig
+from fewstep.distill.examples import draw_example, read_samples
+from fewstep.distill.trainee import Trainee, load_objectives
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.students.config import StudentConfig
-from fewstep.students.convert import load_causal_lm, load_student
+from fewstep.students.convert import load_causal_lm, load_student, make_student
 from fewstep.students.decoding import decode
+from fewstep.students.layout import body_hidden, build_batch
 from tests.tiny import tiny_model, tiny_tokenizer
 
 EOS = None
@@ -215,11 +219,58 @@ def test_distill_records_trajectories_once_and_refuses_foreign_ones(world, tmp_p
         (dict(student=StudentConfig(block_size=4, attention="bidirectional")), "objectives.ar"),
         (dict(objectives={"magic": 1.0}), "magic"),
         (dict(block_sizes=(4, 8)), "block_sizes"),
+        (dict(fill=0.5), "adapt.fill"),
+        (dict(objectives={"ce": 1.0, "correction": 1.0}), "adapt.fill"),
+        (dict(objectives={"ce": {"weight": 1.0, "temperature": 0.5}}), "objectives.ce.temperature"),
+        (dict(objectives={"ce": 1.0, "certainty": {"weight": 1.0, "divergence": "reverse"}}), "certainty.divergence"),
     ],
 )
 def test_impossible_combinations_are_named(world, tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
         go(world, tmp_path, **keys)
+
+
+ALL = {"ce": 1.0, "ar": 0.5, "kd": {"weight": 0.5, "divergence": "reverse"}, "certainty": 0.5, "correction": 1.0, "consistency": 1.0}  # fmt: skip
+
+
+def test_every_objective_and_state_at_once_and_deepspeed_equals_plain(world, tmp_path):
+    keys = {"objectives": ALL, "fill": 0.5, "suffix": 0.3, "anchor": 0.3, "right_weighted": 0.3, "random_block_size": 0.4, "complementary": True}  # fmt: skip
+    summary = go(world, tmp_path / "plain", **keys)
+    assert all(summary["last"][f"held_out_{name}"] > 0 for name in ALL)
+    go(world, tmp_path / "ds", engine=EngineConfig(zero_stage=3), **keys)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "ds")
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-5
+
+
+def test_filled_positions_hold_the_guesses_and_later_states_their_own_masks(world, monkeypatch):
+    model, tokenizer = load_causal_lm(world / "teacher")
+    facts = make_student(model, tokenizer, StudentConfig(block_size=4), False, 0)
+    mask = facts["mask_token_id"]
+    config = AdaptConfig(objectives={"ce": 1.0, "correction": 1.0, "consistency": 1.0}, fill=0.5)
+    samples = read_samples(world / "targets", "train")[:12]
+    drawn = [draw_example(s, config, 4, tokenizer.eos_token_id, 0, 0, 0.0) for s in samples]
+    batch = build_batch(drawn, mask, "block", 0.1)
+    trainee = Trainee(model, "block", mask, load_objectives(config.objectives), config.objectives, True).eval()
+    seen = []
+
+    def hidden(model, batch, attention):
+        seen.append(batch.ids.clone())
+        return body_hidden(model, batch, attention)
+
+    monkeypatch.setattr(trainee_module, "body_hidden", hidden)
+    loss, _ = trainee(batch, {"correction": 1.0, "consistency": 1.0})
+    assert loss.requires_grad
+    guessing, later, trained = seen
+    assert torch.equal(guessing, batch.ids)
+    filled = batch.rows[batch.filled]
+    logits = model.get_output_embeddings()(body_hidden(model, batch, "block")[filled])
+    logits[:, mask] = -torch.inf
+    assert torch.equal(trained.flatten()[filled], logits.argmax(-1))
+    for b, e in enumerate(drawn):
+        n, C = len(e.noisy), batch.ids.shape[1] - batch.num_noisy
+        assert (trained[b] == mask).sum() == (0 if e.fill else e.masks.sum())
+        assert torch.equal(later[b, C : C + n], torch.from_numpy(np.where(e.later[0], mask, e.noisy)))
+        assert torch.equal(later[b, :C], batch.ids[b, :C])
 
 
 def test_bidirectional_student_trains_and_decodes(world, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from .forward import Forward
 from .rows import Row
 from .sampler import Draft, Sampler
-from .sampling import distribution, draw
+from .sampling import distribution, draw, most_likely
 
 REVISIONS = 4  # changes a position, on average, after which a block's decisions stand
 
@@ -70,15 +70,14 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
 def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: int) -> Draft:
     """Return what the sampler sees: drawn where a row has a temperature, the most likely tokens elsewhere."""
     S, device = logits.shape[1], logits.device
-    token = logits.argmax(-1)  # [B, S]
+    token, probability = most_likely(logits)  # [B, S]
     candidates = torch.tensor([b.candidates(r.eos, S) for r, b in zip(rows, blocks)], device=device)
     for i, (row, block) in enumerate(zip(rows, blocks)):
         if row.temperature > 0:
             places = candidates[i].nonzero().flatten()
             for j, p in zip(places.tolist(), distribution(logits[i, places], row.temperature, row.top_p)):
                 token[i, j] = draw(p, row.seed, row.position + j, block.step)
-    chosen = logits.gather(-1, token[..., None])[..., 0]
-    probability = (chosen - logits.logsumexp(-1)).exp()
+                probability[i, j] = logits[i, j].softmax(-1)[token[i, j]]
     ids = torch.tensor([b.ids + [mask] * (S - len(b.ids)) for b in blocks], device=device)
     step, size = torch.tensor([[b.step, len(b.ids)] for b in blocks], device=device).T
     return Draft(logits, token, probability, candidates, ids, ids != mask, step, size)

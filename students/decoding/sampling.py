@@ -5,8 +5,36 @@ Shapes: n rows, V vocabulary.
 
 import torch
 
+GROUP = 256  # logits whose largest is found first: torch's argmax is slow over a wide row
 LIKELY = 256  # tokens that mostly hold a top-p's mass: sorting a whole vocabulary costs more than a forward
 DRAFT, ACCEPT, AGAIN = 0, 1, 2  # what a draw is for: independent streams of one position and step
+
+
+def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the index of the largest logit, the lowest one among equals, and its probability.
+
+    Args:
+        logits: [..., V].
+
+    Returns:
+        [...] int64 and [...] in the logits' dtype.
+    """
+    token = argmax(logits)
+    return token, logits.softmax(-1).gather(-1, token[..., None])[..., 0]
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return what `logits.argmax(-1)` does: [...] int64, faster on a CPU by taking the best group first."""
+    V = logits.shape[-1]
+    if logits.device.type != "cpu" or V < 16 * GROUP:
+        return logits.argmax(-1)
+    whole = V - V % GROUP
+    groups = logits[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1)
+    if whole < V:
+        groups = torch.cat([groups, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    first = groups.argmax(-1) * GROUP
+    inside = (first[..., None] + torch.arange(GROUP)).clamp_(max=V - 1)
+    return first + logits.gather(-1, inside).argmax(-1)
 
 
 def distribution(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
@@ -22,7 +50,7 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float) -> torc
     """
     logits = logits.double()
     if temperature == 0:
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits).scatter(-1, argmax(logits)[..., None], 1.0)
     logits = logits - logits.amax(-1, keepdim=True)  # a tiny temperature must not overflow
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:

@@ -17,7 +17,7 @@ import torch
 
 from .forward import Forward
 from .rows import Row
-from .sampling import ACCEPT, AGAIN, DRAFT, distribution, draw, uniform
+from .sampling import ACCEPT, AGAIN, DRAFT, distribution, draw, most_likely, uniform
 
 
 def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
@@ -59,9 +59,7 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
         # right-aligned clean tokens: at prefill only each row's last prompt token is read
         keep = S + (1 if prefill else C)
         logits = forward([r.length for r in active], clean, noisy, keep=keep)
-        top, token = logits.max(-1)
-        confidence = (top - logits.logsumexp(-1)).exp()
-        token, confidence = token.tolist(), confidence.tolist()  # [B, keep]
+        token, confidence = (t.tolist() for t in most_likely(logits))  # [B, keep]
         for i, row in enumerate(active):
             drafted = _Drafted() if not noisy[i] else _propose(row, logits[i], token[i], keep - S, len(noisy[i]))
             if redraft[row.index]:

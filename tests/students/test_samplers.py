@@ -13,7 +13,7 @@ from fewstep.students.decoding import decode
 from fewstep.students.decoding import verify as verify_file
 from fewstep.students.decoding.decode import BLOCKWISE, SAMPLERS, SETTINGS
 from fewstep.students.decoding.sampler import Draft
-from fewstep.students.decoding.sampling import distribution, draw, uniform
+from fewstep.students.decoding.sampling import distribution, draw, most_likely, uniform
 from fewstep.students.decoding.stops import stop_at
 from tests.students.builders import EOS, MASK, student
 
@@ -145,6 +145,17 @@ def test_every_sampler_has_a_file_a_config_and_the_same_settings():
 
 
 # --- Drawing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("V", [1, 255, 4096, 4097, 9999, 49152])
+def test_the_most_likely_token_is_the_first_of_the_largest(V):
+    logits = torch.randint(0, 40, (3, 5, V), generator=torch.Generator().manual_seed(V)).float() / 10
+    token, probability = most_likely(logits)
+    largest = logits == logits.max(-1, keepdim=True).values
+    assert torch.equal(token, largest.int().argmax(-1))  # many ties, and the first of them
+    assert torch.allclose(probability, logits.double().softmax(-1).max(-1).values.float(), rtol=1e-5)
+    logits[0, 0, V // 2] = torch.nan
+    assert most_likely(logits)[0][0, 0] == V // 2
 
 
 def test_top_p_keeps_the_smallest_set_that_holds_the_mass():

@@ -5,7 +5,8 @@ combine freely; every value stands in the message as the booking spells it, so a
 and a model has to read, not to know. Templates are split: evaluation phrases are never seen in training.
 
     python benchmarks/lab/booking.py --out DIR --train 800 --eval 2400 --seed 0
-    python benchmarks/lab/booking.py --out DIR --train 0 --eval 2000 --seed 1      (recipes/booking/test.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 0 --eval 6000 --seed 1      (recipes/booking/test.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5    (recipes/quickstart/prompts.jsonl)
 """
 
 import argparse
@@ -99,21 +100,67 @@ EVAL_TEMPLATES = (
 )
 TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this
 
+# Training messages may also be put together from clauses, one for each value or for two of them, in any order.
+CLAUSES = {
+    ("name",): (
+        "this is {name}.", "my name is {name}.", "the name is {name}.", "{name} here.", "{name} speaking.",
+        "it's {name}.", "I am {name}.", "you can put {name} on it.", "the booking is for {name}.",
+        "under {name}, please.", "name: {name}.", "the customer is {name}.", "ask for {name}.", "{name} calling.",
+        "I'm calling for {name}.", "write down {name}.", "it goes under {name}.", "I'm {name}.", "for {name}.",
+    ),
+    ("car",): (
+        "I drive a {year} {car}.", "the car is a {year} {car}.", "it's a {car} from {year}.",
+        "my car is a {car}, {year}.", "I own a {year} {car}.", "we have a {car} built in {year}.", "{year} {car}.",
+        "the vehicle: {car} ({year}).", "it is about my {year} {car}.", "it concerns a {car} of {year}.",
+        "the car is a {car}, year {year}.",
+    ),
+    ("service",): (
+        "I need {a_service}.", "it needs {a_service}.", "please do {a_service}.", "I want {a_service}.",
+        "{a_service}, please.", "looking for {a_service}.", "the job is {a_service}.", "can you do {a_service}?",
+        "it is about {a_service}.", "service: {service}.", "we'd like {a_service}.",
+    ),
+    ("time",): (
+        "{day} at {time}.", "can I come {day} at {time}?", "is {day}, {time}, free?",
+        "I could come on {day} around {time}.", "at {time} on {day}, please.", "{day}, {time}.",
+        "{time} on {day} suits me.", "would {day} at {time} be fine?", "how about {time}, {day}?",
+        "{day} {time}, if possible.", "I'd come {day} at {time}.",
+    ),
+    ("car", "service"): (
+        "my {year} {car} needs {a_service}.", "I need {a_service} for my {car} from {year}.",
+        "{a_service} for a {year} {car}.", "my {car}, {year}, wants {a_service}.",
+        "please look at my {year} {car}, it needs {a_service}.", "could you do {a_service} on my {car}? It's a {year}.",
+    ),
+    ("service", "time"): (
+        "I'd like {a_service} on {day} at {time}.", "can I have {a_service} {day}, {time}?",
+        "{day} at {time} for {a_service}.", "at {time} on {day} I need {a_service}.", "{a_service}, {day} at {time}.",
+    ),
+    ("name", "car"): (
+        "I'm {name} and I drive a {year} {car}.", "{name} has a {year} {car}.", "{name}, {year} {car}.",
+        "the {year} {car} belongs to {name}.", "my friend {name} owns a {car} from {year}.",
+    ),
+    ("name", "time"): (
+        "{name} would come {day} at {time}.", "book {name} in on {day} at {time}.", "{day} at {time} for {name}.",
+        "it's {name}, can I come {day} at {time}?",
+    ),
+}  # fmt: skip
+PAIRS = tuple(values for values in CLAUSES if len(values) == 2)
+
 
 def response(booking: dict) -> str:
     """Return a booking as the model has to write it: one line, keys in the order of KEYS."""
     return json.dumps({key: booking[key] for key in KEYS}, ensure_ascii=False)
 
 
-def stream(split: Split, seed: int) -> Iterator[dict]:
+def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
     """Yield rows without end, all of distinct messages, from the templates of one split.
 
     Args:
         split: "train" or "eval".
-        seed: rows are a pure function of (split, seed); a longer draw starts with the shorter one.
+        seed: rows are a pure function of the arguments; a longer draw starts with the shorter one.
+        free: share of training messages that are put together from CLAUSES.
 
     Yields:
-        {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int}
+        {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int, or None if free}
     """
     rng = random.Random(f"booking/{split}/{seed}")
     first, last = (0, len(TRAIN_TEMPLATES)) if split == "train" else (len(TRAIN_TEMPLATES), len(TEMPLATES))
@@ -128,16 +175,39 @@ def stream(split: Split, seed: int) -> Iterator[dict]:
             "day": rng.choice(DAYS),
             "time": rng.choice(TIMES),
         }
-        message = _message(rng, TEMPLATES[template], booking)
+        composed = split == "train" and free > 0 and rng.random() < free
+        message = _message(rng, compose(rng) if composed else TEMPLATES[template], booking)
         if message in seen:
             continue
-        yield {"id": f"{split}-{len(seen):05d}", "instruction": message, "reference": booking, "template": template}
+        index = None if composed else template
+        yield {"id": f"{split}-{len(seen):05d}", "instruction": message, "reference": booking, "template": index}
         seen.add(message)
 
 
-def rows(split: Split, count: int, seed: int) -> list[dict]:
-    """Return the first `count` rows of `stream(split, seed)`."""
-    source = stream(split, seed)
+def compose(rng: random.Random) -> str:
+    """Return a template put together from CLAUSES: every value once, in random order, as one to four sentences."""
+    left, chosen = ["name", "car", "service", "time"], []
+    for pair in rng.sample(PAIRS, len(PAIRS)):
+        if set(pair) <= set(left) and rng.random() < 0.35:
+            chosen.append(pair)
+            left = [value for value in left if value not in pair]
+    chosen += [(value,) for value in left]
+    rng.shuffle(chosen)
+    text = ""
+    for values in chosen:
+        clause = rng.choice(CLAUSES[values])
+        if not text:
+            text = clause
+        elif text.endswith(".") and clause[0] != "I" and rng.random() < 0.25:
+            text = f"{text[:-1]}, {clause}"
+        else:
+            text += " " + (clause if clause[0] == "{" else clause[0].upper() + clause[1:])
+    return text
+
+
+def rows(split: Split, count: int, seed: int, free: float = 0.0) -> list[dict]:
+    """Return the first `count` rows of `stream(split, seed, free)`."""
+    source = stream(split, seed, free)
     return [next(source) for _ in range(count)]
 
 
@@ -160,9 +230,10 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=800, metavar="ROWS")
     parser.add_argument("--eval", type=int, default=2400, metavar="ROWS")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--free", type=float, default=0.0, metavar="SHARE", help="of training messages put together from clauses")  # fmt: skip
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed))
+    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free))
     write_jsonl(args.out / "eval.jsonl", rows("eval", args.eval, args.seed))
 
 

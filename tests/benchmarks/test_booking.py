@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_booking_every_template_holds_every_field_once():
             assert template.count(key) == 1, (key, template)
 
 
+def test_booking_composed_messages_hold_every_value_once_and_no_evaluation_phrasing():
+    found = booking.rows("train", 600, 3, free=1.0)
+    for row in found:
+        assert row["template"] is None
+        for key in ("name", "car", "year", "day", "time"):
+            assert row["instruction"].count(str(row["reference"][key])) == 1, (key, row)
+        assert row["reference"]["service"] in row["instruction"].lower()
+    whole = [t.format(**dict.fromkeys((*booking.KEYS, "a_service"), "{}")).lower() for t in booking.EVAL_TEMPLATES]
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = booking.compose(rng)
+        assert all(text.count(key) == 1 for key in ("{name}", "{car}", "{year}", "{day}", "{time}", "service}")), text
+        assert text.format(**dict.fromkeys((*booking.KEYS, "a_service"), "{}")).lower() not in whole
+    assert len({booking.compose(rng) for _ in range(500)}) > 450
+
+
 def test_booking_response_is_one_line_in_fixed_key_order():
     row = booking.rows("train", 1, 0)[0]
     shuffled = dict(reversed(row["reference"].items()))
@@ -83,9 +100,12 @@ def test_booking_command_writes_the_shipped_files(tmp_path):
     subprocess.run(command, check=True)
     for name in ("train.jsonl", "eval.jsonl"):
         assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes()
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "2000", "--seed", "1"]
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "6000", "--seed", "1"]
     subprocess.run(command, check=True)
     assert (tmp_path / "eval.jsonl").read_bytes() == (SHIPPED / "test.jsonl").read_bytes()
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "2400", "--eval", "0", "--free", "0.5"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "train.jsonl").read_bytes() == (SHIPPED.parent / "quickstart" / "prompts.jsonl").read_bytes()
 
 
 def test_booking_shipped_splits_do_not_overlap():
@@ -96,7 +116,7 @@ def test_booking_shipped_splits_do_not_overlap():
     assert {row["template"] for row in train}.isdisjoint(row["template"] for row in evaluation)
     assert len({row["id"] for row in train + evaluation}) == 3200
     test = [row["instruction"] for row in read("test.jsonl")]  # claimed figures come from here, choices never do
-    assert len(set(test)) == 2000 and set(test).isdisjoint(messages)
+    assert len(set(test)) == 6000 and set(test).isdisjoint(messages)
     quickstart = (SHIPPED.parent / "quickstart" / "prompts.jsonl").read_text().splitlines()
     assert set(test).isdisjoint(json.loads(line)["instruction"] for line in quickstart)
 

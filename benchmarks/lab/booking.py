@@ -101,15 +101,16 @@ EVAL_TEMPLATES = (
 TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this
 
 # Training messages may also be put together from clauses, one for each value or for two of them, in any order.
+# No four words in a row of an evaluation template stand in them, but those of the training templates (a test).
 CLAUSES = {
     ("name",): (
         "this is {name}.", "my name is {name}.", "the name is {name}.", "{name} here.", "{name} speaking.",
         "it's {name}.", "I am {name}.", "you can put {name} on it.", "the booking is for {name}.",
         "under {name}, please.", "name: {name}.", "the customer is {name}.", "ask for {name}.", "{name} calling.",
-        "I'm calling for {name}.", "write down {name}.", "it goes under {name}.", "I'm {name}.", "for {name}.",
+        "I'm calling for {name}.", "write down {name}.", "it goes under {name}.", "I'm {name}.", "in the name of {name}.",
     ),
     ("car",): (
-        "I drive a {year} {car}.", "the car is a {year} {car}.", "it's a {car} from {year}.",
+        "I'm driving a {year} {car}.", "the car is a {year} {car}.", "it's a {car} from {year}.",
         "my car is a {car}, {year}.", "I own a {year} {car}.", "we have a {car} built in {year}.", "{year} {car}.",
         "the vehicle: {car} ({year}).", "it is about my {year} {car}.", "it concerns a {car} of {year}.",
         "the car is a {car}, year {year}.",
@@ -135,7 +136,7 @@ CLAUSES = {
         "{day} at {time} for {a_service}.", "at {time} on {day} I need {a_service}.", "{a_service}, {day} at {time}.",
     ),
     ("name", "car"): (
-        "I'm {name} and I drive a {year} {car}.", "{name} has a {year} {car}.", "{name}, {year} {car}.",
+        "{name}, driving a {year} {car}.", "{name} has a {year} {car}.", "{name}, {year} {car}.",
         "the {year} {car} belongs to {name}.", "my friend {name} owns a {car} from {year}.",
     ),
     ("name", "time"): (
@@ -198,7 +199,7 @@ def compose(rng: random.Random) -> str:
         clause = rng.choice(CLAUSES[values])
         if not text:
             text = clause
-        elif text.endswith(".") and clause[0] != "I" and rng.random() < 0.25:
+        elif text.endswith(".") and not text.endswith("{time}.") and clause[0] != "I" and rng.random() < 0.25:
             text = f"{text[:-1]}, {clause}"
         else:
             text += " " + (clause if clause[0] == "{" else clause[0].upper() + clause[1:])

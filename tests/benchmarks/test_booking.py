@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,13 +78,21 @@ def test_booking_composed_messages_hold_every_value_once_and_no_evaluation_phras
         for key in ("name", "car", "year", "day", "time"):
             assert row["instruction"].count(str(row["reference"][key])) == 1, (key, row)
         assert row["reference"]["service"] in row["instruction"].lower()
-    whole = [t.format(**dict.fromkeys((*booking.KEYS, "a_service"), "{}")).lower() for t in booking.EVAL_TEMPLATES]
     rng = random.Random(0)
-    for _ in range(2000):
-        text = booking.compose(rng)
+    composed = [booking.compose(rng) for _ in range(4000)]
+    for text in composed:
         assert all(text.count(key) == 1 for key in ("{name}", "{car}", "{year}", "{day}", "{time}", "service}")), text
-        assert text.format(**dict.fromkeys((*booking.KEYS, "a_service"), "{}")).lower() not in whole
-    assert len({booking.compose(rng) for _ in range(500)}) > 450
+    assert len(set(composed)) > 3600
+    seen = runs_of_four(composed) | {run for clauses in booking.CLAUSES.values() for run in runs_of_four(clauses)}
+    evaluation = runs_of_four(booking.EVAL_TEMPLATES)
+    assert len(evaluation - runs_of_four(booking.TRAIN_TEMPLATES)) > 60
+    assert not seen & evaluation - runs_of_four(booking.TRAIN_TEMPLATES)
+
+
+def runs_of_four(texts):
+    """Return every four words in a row of one sentence."""
+    sentences = [re.findall(r"[\w'{}]+", s) for text in texts for s in re.split(r"[.?!]", text.lower())]
+    return {tuple(words[i : i + 4]) for words in sentences for i in range(len(words) - 3)}
 
 
 def test_booking_response_is_one_line_in_fixed_key_order():

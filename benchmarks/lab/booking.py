@@ -6,7 +6,8 @@ and a model has to read, not to know. Templates are split: evaluation phrases ar
 
     python benchmarks/lab/booking.py --out DIR --train 800 --eval 2400 --seed 0
     python benchmarks/lab/booking.py --out DIR --train 0 --eval 6000 --seed 1      (recipes/booking/test.jsonl)
-    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5    (recipes/quickstart/prompts.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0               (recipes/quickstart/prompts.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5    (recipes/quickstart/phrased.jsonl)
 """
 
 import argparse
@@ -177,7 +178,8 @@ def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
             "time": rng.choice(TIMES),
         }
         composed = split == "train" and free > 0 and rng.random() < free
-        message = _message(rng, compose(rng) if composed else TEMPLATES[template], booking)
+        bare = composed and rng.random() < 0.5
+        message = _message(rng, compose(rng) if composed else TEMPLATES[template], booking, bare)
         if message in seen:
             continue
         index = None if composed else template
@@ -196,7 +198,9 @@ def compose(rng: random.Random) -> str:
     rng.shuffle(chosen)
     text = ""
     for values in chosen:
-        clause = rng.choice(CLAUSES[values])
+        # any value may open a message: the same name is other tokens there than behind a space
+        opens = [] if text or rng.random() < 0.4 else [clause for clause in CLAUSES[values] if clause[0] == "{"]
+        clause = rng.choice(opens or CLAUSES[values])
         if not text:
             text = clause
         elif text.endswith(".") and not text.endswith("{time}.") and clause[0] != "I" and rng.random() < 0.25:
@@ -212,11 +216,11 @@ def rows(split: Split, count: int, seed: int, free: float = 0.0) -> list[dict]:
     return [next(source) for _ in range(count)]
 
 
-def _message(rng: random.Random, template: str, booking: dict) -> str:
+def _message(rng: random.Random, template: str, booking: dict, bare: bool = False) -> str:
     service = booking["service"]
     article = "an" if service[0] in "aeiou" else "a"
     body = template.format(**booking, a_service=f"{article} {service}")
-    opening, closing = rng.choice(OPENINGS), rng.choice(CLOSINGS)
+    opening, closing = "" if bare else rng.choice(OPENINGS), rng.choice(CLOSINGS)
     return opening + (body if opening.endswith(", ") else body[0].upper() + body[1:]) + closing
 
 

@@ -106,21 +106,21 @@ class TrainingConfig(Config):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="masking at random leans to the right: the first position of a block is masked (1 - x) times, the last (1 + x) times as often as without it",
+        description="how far masking at random leans to the right: 1 would leave a half-masked block its first half, 0 is even",
     )
     anchor: Float = Field(
         0.0,
         ge=0.0,
         le=1.0,
-        description="share of blocks whose first position stays visible: at decoding time the clean stream can supply it",
+        description="share of blocks whose first position stays visible, as in a draft of `verify` behind a known token",
     )
-    fill: Float = Field(
+    guess: Float = Field(
         0.0,
         ge=0.0,
         le=1.0,
         description="share of samples whose masked positions hold the student's own guesses: what `correction` learns from",
     )
-    fill_noise: Float = Field(0.75, gt=0.0, le=1.0, description="share of a block that `fill` guesses")
+    guess_noise: Float = Field(0.75, gt=0.0, le=1.0, description="share of a block that is guessed")
     reveal: Float = Field(
         0.5,
         gt=0.0,
@@ -203,11 +203,23 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
         for key in sorted({"temperature", "divergence"} & objective.model_fields_set):
             if key not in OBJECTIVE_SETTINGS.get(name, {key}):
                 raise UserError(f"{stage}.objectives.{name}.{key}: {name} does not read it; remove it")
-    if ("correction" in config.used()) != (config.fill > 0):
+    if ("correction" in config.used()) != (config.guess > 0):
         raise UserError(
-            f"{stage}.fill: {config.fill:g}, and objectives {', '.join(sorted(config.used()))}: "
-            "correction learns from filled samples, and they from it alone; set both or neither"
+            f"{stage}.guess: {config.guess:g}, and objectives {', '.join(sorted(config.used()))}: "
+            "correction learns from guessed samples, and they from it alone; set both or neither"
         )
+    masked = sorted(config.used() - {"ar", "correction"})
+    if config.guess == 1 and masked:
+        raise UserError(f"{stage}.guess: 1 leaves no masked position for {', '.join(masked)}; give a share below 1")
+    unread = {"guess_noise": not config.guess, "reveal": "consistency" not in config.used()}
+    for key in sorted(unread):
+        if unread[key] and key in config.model_fields_set:
+            needed = "guess above 0" if key == "guess_noise" else "the objective consistency"
+            raise UserError(f"{stage}.{key}: {getattr(config, key):g} has no use without {needed}; remove it")
+    at_random = config.order == "noise" or config.order_share < 1 or config.guess > 0
+    if config.right_weighted and (config.complementary or config.suffix == 1 or not at_random):
+        why = "a complementary copy leans the other way" if config.complementary else "no position is masked at random"
+        raise UserError(f"{stage}.right_weighted: {config.right_weighted:g}, but {why}; set it to 0")
     if gated and "ar" in config.used():
         raise UserError(
             f"{stage}.objectives.ar: the clean stream of a gated LoRA is the untouched teacher and learns nothing; set it to 0"

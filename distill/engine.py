@@ -126,7 +126,6 @@ class DeepSpeedEngine:
             gradient_accumulation_steps=accumulation,
             mixed_precision="bf16" if bf16 else "no",
         )
-        atexit.register(_leave_group)
         engine, _ = accelerator.prepare(module, optimizer)
         unset_hf_deepspeed_config()  # or transformers would load the next stage's model in ZeRO-3 partitions
         if type(engine).__name__ != "DeepSpeedEngine" or engine.zero_optimization_stage() != config.zero_stage:
@@ -201,9 +200,10 @@ class DeepSpeedEngine:
             yield
 
 
-def _leave_group() -> None:
+@atexit.register
+def _leave_gloo() -> None:
     """End gloo's threads while Python still runs: at exit, without this, they now and then abort the process."""
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
 
 

@@ -154,7 +154,7 @@ def trainable(config: TrainingConfig, facts: dict, num_parameters: int) -> int:
 
 def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameters: int) -> Need:
     positions = config.max_steps * config.batch_tokens
-    looks = (config.fill > 0) + ("consistency" in config.used())  # forwards of a step that give no gradient
+    looks = (config.guess > 0) + ("consistency" in config.used())  # forwards of a step that give no gradient
     learns = trainable(config, facts, num_parameters)
     frozen = 0 if config.lora is None else num_parameters
     micro = config.batch_tokens / config.gradient_accumulation_steps
@@ -173,7 +173,7 @@ def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameter
         flops=((6.0 if config.lora is None else 4.0) + 2.0 * looks) * num_parameters * positions + decoding,
         memory=ADAM_BYTES * learns + 4 * frozen + activations + PROCESS_BYTES,
         disk=4 * (num_parameters + learns) + checkpoint * (config.save_total_limit + 1) + 8 * ordered,
-        forwards=3.0 * config.max_steps * config.gradient_accumulation_steps + ordered / 16,
+        forwards=(3.0 + looks) * config.max_steps * config.gradient_accumulation_steps + ordered / 16,
     )
 
 

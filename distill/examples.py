@@ -74,31 +74,31 @@ def draw_example(
     n = filled_length(len(sample.response), block_size, first) if sample.finished else len(sample.response)
     noisy = np.concatenate([sample.response, np.full(n - len(sample.response), eos)])
     block = block_index(n, block_size, first)
-    fill = bool(config.fill) and rng.random() < config.fill
-    low, high = (config.fill_noise, config.fill_noise) if fill else config.noise_at(progress)
+    guess = bool(config.guess) and rng.random() < config.guess
+    low, high = (config.guess_noise, config.guess_noise) if guess else config.noise_at(progress)
     # a recorded trajectory is one of unshifted blocks; the teacher's surprise belongs to a position alone
-    known = sample.order is not None and (config.order == "nll" or not shifted) and not fill
+    known = sample.order is not None and (config.order == "nll" or not shifted) and not guess
     order = _extend_order(sample.order, n) if known and rng.random() < config.order_share else None
     if order is not None:
         drawn = trajectory.masks(block, order, rng, low, high, config.copies)
     else:
         drawn = noise.masks(block, rng, low, high, config.copies, config.right_weighted)
-    if config.suffix and not fill:
+    if config.suffix and not guess:
         tails = suffix.masks(block, rng, config.copies)
         swap = rng.random((config.copies, int(block[-1]) + 1)) < config.suffix
         drawn = np.where(swap[:, block], tails, drawn)
-    if config.anchor:
-        drawn = anchor.unmask(drawn, block, rng, config.anchor)
     if config.complementary:
         # a block that was masked whole has an empty complement: it stays masked, so no block goes unsupervised
         other = ~drawn
         empty = np.stack([np.bincount(block, weights=o) == 0 for o in other])
         drawn = np.concatenate([drawn, np.where(empty[:, block], drawn, other)])
+    if config.anchor:
+        drawn = anchor.unmask(drawn, block, rng, config.anchor)
     later = None
-    if "consistency" in config.used():  # a filled sample has no later state: it is nowhere masked
-        later = drawn & False if fill else two_step.later(drawn, block, order, rng, config.reveal)
+    if "consistency" in config.used():  # a guessed sample has no later state: it is nowhere masked
+        later = drawn & False if guess else two_step.later(drawn, block, order, rng, config.reveal)
     return Example(
-        sample.prompt, sample.response, noisy, block, drawn, later, fill, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
+        sample.prompt, sample.response, noisy, block, drawn, later, guess, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
     )  # fmt: skip
 
 
@@ -112,11 +112,11 @@ def _extend_order(order: np.ndarray, n: int) -> np.ndarray:
 def curriculum_block_size(config: TrainingConfig, largest: int, step: int, seed: int) -> int:
     """Return the block size of a step: equal phases over `config.block_sizes`, then drawn anew each step."""
     sizes = config.block_sizes or (largest,)
-    progress = step / config.max_steps
-    if progress >= 1.0 - config.random_block_size:
-        any_of = [size for size in (4 * 2**i for i in range(largest.bit_length())) if size <= largest] or [largest]
-        return int(keyed_rng(seed, step, "block size").choice(any_of))
-    return sizes[min(int(progress * len(sizes)), len(sizes) - 1)]
+    progress, phased = step / config.max_steps, 1.0 - config.random_block_size
+    if progress >= phased:
+        any_of = {largest} | {size for size in (4 * 2**i for i in range(largest.bit_length())) if size < largest}
+        return int(keyed_rng(seed, step, "block size").choice(sorted(any_of)))
+    return sizes[min(int(progress / phased * len(sizes)), len(sizes) - 1)]
 
 
 def cost(sample: Sample, config: TrainingConfig, block_size: int) -> int:

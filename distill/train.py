@@ -85,7 +85,7 @@ def run(
     objectives = load_objectives(config.objectives)
     # eval mode throughout: the masks are the noise, and dropout would draw from a generator that no checkpoint holds
     trainee = Trainee(
-        model, facts["attention"], facts["mask_token_id"], objectives, config.objectives, config.fill > 0
+        model, facts["attention"], facts["mask_token_id"], objectives, config.objectives, config.guess > 0
     ).eval()
     trained = [p for p in trainee.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -285,9 +285,9 @@ def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, f
             totals[name] += weight
             sums[name] += float(parts[name])
         right += float(parts["right_diffusion"])
-        masked += float((~batch.clean & ~batch.filled & (batch.weight == 1)).sum())
+        masked += float((~batch.clean & ~batch.guessed & (batch.weight == 1)).sum())
     measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
-    return measured | {"held_out_accuracy": right / masked if masked else 0.0}
+    return measured | ({"held_out_accuracy": right / masked} if masked else {})
 
 
 def _write_student(model, tokenizer, folder: Path, adapter: Adapter | None, engine: EngineConfig) -> None:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from fewstep.distill.objectives.rows import Rows
-from fewstep.distill.states import fill
+from fewstep.distill.states import guess
 from fewstep.errors import UserError
 from fewstep.kernels.linear_rows_loss import CHUNK_ROWS, head_logits, linear_rows_loss
+from fewstep.students.decoding.sampling import argmax
 from fewstep.students.layout import Batch, body_hidden
 
 _ROW_FIELDS = (
-    "labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher", "filled", "still",
+    "labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher", "guessed", "still",
 )  # fmt: skip
 
 
@@ -44,14 +45,14 @@ class Trainee(nn.Module):
         mask_token_id: at -inf in every loss where it is a row of the head.
         objectives: name → module.
         settings: name → its settings in the recipe.
-        fills: whether samples may be filled with the student's own guesses: then every batch takes a
-            forward for them, so that the ranks stay in step.
+        guesses: whether samples may hold the student's own guesses: then every batch takes a forward for
+            them, so that the ranks stay in step.
     """
 
-    def __init__(self, model, attention: str, mask_token_id: int, objectives: dict, settings: dict, fills: bool):
+    def __init__(self, model, attention: str, mask_token_id: int, objectives: dict, settings: dict, guesses: bool):
         super().__init__()
         self.model, self.attention, self.mask_token_id = model, attention, mask_token_id
-        self.objectives, self.settings, self.fills = objectives, settings, fills
+        self.objectives, self.settings, self.guesses = objectives, settings, guesses
 
     def forward(self, batch: Batch, coefficients: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return Σ_objectives coefficient · Σ_rows weight · loss, and the sums behind it.
@@ -62,8 +63,8 @@ class Trainee(nn.Module):
         Returns:
             (scalar f32, {"<objective>": Σ weight·loss, "right_diffusion": right ones of the masked positions}).
         """
-        if self.fills:
-            batch = fill.write(batch, self._guesses(batch))
+        if self.guesses:
+            batch = guess.write(batch, self._guess(batch))
         later = None
         if batch.later_ids is not None:
             with torch.no_grad():
@@ -83,7 +84,7 @@ class Trainee(nn.Module):
                 sums[name] += part.detach()
                 if coefficients.get(name):
                     total = total + coefficients[name] * part
-            sums["right_diffusion"] += (chunk.right & ~chunk.clean & ~chunk.filled & (chunk.weight == 1)).sum()
+            sums["right_diffusion"] += (chunk.right & ~chunk.clean & ~chunk.guessed & (chunk.weight == 1)).sum()
             # every row's logits take part, so that a step without an active objective still has a gradient of zero
             return total + 0.0 * chunk.nll.sum()
 
@@ -94,10 +95,10 @@ class Trainee(nn.Module):
         return body_hidden(self.model, batch, self.attention)[batch.rows]
 
     @torch.no_grad()
-    def _guesses(self, batch: Batch) -> torch.Tensor:
-        """Return [R] int64, the most likely token of every supervised row."""
-        parts = self._hidden(batch).split(CHUNK_ROWS)
-        return torch.cat([self._without_mask(head_logits(part, **self._head())).argmax(-1) for part in parts])
+    def _guess(self, batch: Batch) -> torch.Tensor:
+        """Return [G] int64, the most likely token of every row that is to be guessed."""
+        parts = self._hidden(batch)[batch.guessed].split(CHUNK_ROWS)
+        return torch.cat([argmax(self._without_mask(head_logits(part, **self._head()))) for part in parts])
 
     def _head(self) -> dict:
         """Return what turns hidden rows into logits, as `linear_rows_loss` takes it."""

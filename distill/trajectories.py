@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from fewstep import machine
 from fewstep.distill.examples import Sample
 from fewstep.errors import RunFailed
 from fewstep.progress import progress
@@ -57,11 +58,11 @@ def record(model, samples: list[Sample], folder: Path, block_size: int, batch_si
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = [samples[i : i + SHARD] for i in range(0, len(samples), SHARD)]
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with progress("trajectories", total=sum(len(s.response) for s in samples)) as bar:
         for number, shard in enumerate(shards):
             path = folder / f"{number:05d}.parquet"
-            if not path.exists() and number % world_size == rank:
+            if not path.exists() and number % world_size == machine.rank():
                 raise_if_stopped(STOPPED)
                 orders = _orders(model, shard, block_size, batch_size)
                 table = pa.table({"sample_id": [s.id for s in shard], "order": [o.tolist() for o in orders]})

@@ -14,7 +14,7 @@ from fewstep.students.decoding.gated import noisy
 from fewstep.students.decoding.masks import layer_masks
 
 CLEAN = -1
-_SUPERVISED = ("rows", "labels", "weight", "clean", "eligible", "filled", "still")  # of each row
+_SUPERVISED = ("rows", "labels", "weight", "clean", "eligible", "guessed", "still")  # of each row
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Example:
     block: [n] block of each position, counted from 0; blocks never reach into the prompt.
     masks: [M, n] bool, which positions of each copy are masked; at least one a block.
     later: [M, n] bool, which of them are still masked in a later state, or None: no later state.
-    fill: whether the masked positions are to hold the student's own guesses.
+    guess: whether the masked positions are to hold the student's own guesses.
     topk_ids, topk_logprobs: [len(response), K] or None; tail_mass: [len(response)].
     """
 
@@ -36,7 +36,7 @@ class Example:
     block: np.ndarray
     masks: np.ndarray
     later: np.ndarray | None = None
-    fill: bool = False
+    guess: bool = False
     topk_ids: np.ndarray | None = None
     topk_logprobs: np.ndarray | None = None
     tail_mass: np.ndarray | None = None
@@ -50,7 +50,7 @@ class Batch:
     valid: [B, Q] bool. num_noisy: M·N, the gate of gated adapters.
     rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
     clean [R] bool (an AR row), eligible [R] bool (no visible token right of it in its block),
-    filled [R] bool (to hold the student's own guess) and still [R] bool (masked in the later state too);
+    guessed [R] bool (to hold the student's own guess) and still [R] bool (masked in the later state too);
     topk_ids [R, K], topk_logprobs [R, K] f32 (natural log), tail_mass [R] f32, with has_teacher [R] bool.
     later_ids: [B, Q] int64, what the body reads in the later state, or None.
     """
@@ -67,7 +67,7 @@ class Batch:
     weight: torch.Tensor
     clean: torch.Tensor
     eligible: torch.Tensor
-    filled: torch.Tensor
+    guessed: torch.Tensor
     still: torch.Tensor
     topk_ids: torch.Tensor
     topk_logprobs: torch.Tensor
@@ -140,8 +140,10 @@ def build_batch(
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
             still = masked[where] & False if e.later is None else e.later[m, where]
-            filled = np.full(len(where), e.fill)
-            _supervise(out, b * Q + at + where, e.noisy[where], weight[where], filled & False, eligible, filled, still)
+            guessed = np.full(len(where), e.guess)
+            _supervise(
+                out, b * Q + at + where, e.noisy[where], weight[where], guessed & False, eligible, guessed, still
+            )
             if later_ids is not None:
                 later_ids[b, at : at + n] = np.where(e.later[m], mask_token_id, e.noisy)
             _teach(teacher, e, where, num_topk)
@@ -158,7 +160,7 @@ def build_batch(
         weight=_cat(out["weight"], torch.float32),
         clean=_cat(out["clean"], torch.bool),
         eligible=_cat(out["eligible"], torch.bool),
-        filled=_cat(out["filled"], torch.bool),
+        guessed=_cat(out["guessed"], torch.bool),
         still=_cat(out["still"], torch.bool),
         topk_ids=_cat(teacher["ids"], torch.int64),
         topk_logprobs=_cat(teacher["logprobs"], torch.float32),

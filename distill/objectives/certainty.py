@@ -8,7 +8,7 @@ from fewstep.distill.objectives.rows import LOWEST, Rows
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of masked positions (known before the forward, unlike which are right)."""
-    return rows.weight * (~rows.clean & ~rows.filled)
+    return rows.weight * (~rows.clean & ~rows.guessed)
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:

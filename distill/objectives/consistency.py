@@ -16,6 +16,8 @@ def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
 
     Source: CDLM; SDTT. The positions revealed in between are taught by `ce` and `kd`.
     """
+    if rows.later is None:  # a weight of 0: no later state was drawn
+        return torch.zeros_like(rows.nll)
     T = settings.temperature
     later = (rows.later / T).log_softmax(-1)
     now = rows.logprobs if T == 1.0 else (rows.logits / T).log_softmax(-1)

@@ -7,8 +7,8 @@ from fewstep.distill.objectives.rows import Rows
 
 
 def weights(rows) -> torch.Tensor:
-    """Return [R] f32: the loss weight of filled positions, right guesses included."""
-    return rows.weight * rows.filled
+    """Return [R] f32: the loss weight of guessed positions, right guesses included."""
+    return rows.weight * rows.guessed
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:

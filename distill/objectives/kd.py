@@ -16,7 +16,7 @@ FLOOR = 1e-6  # of a tail mass: fp32 log-probabilities of the kept tokens sum to
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of eligible masked positions that have a teacher's row."""
-    return rows.weight * (~rows.clean & ~rows.filled & rows.eligible & rows.has_teacher)
+    return rows.weight * (~rows.clean & ~rows.guessed & rows.eligible & rows.has_teacher)
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from fewstep.students.decoding.sampling import argmax
+
 LOWEST = -1e4  # stands in for -inf where a log-probability is multiplied by a probability of 0
 
 
@@ -20,7 +22,7 @@ class Rows:
     eligible: [R] bool, masked positions with no visible token to their right inside the block.
     topk_ids [R, K] int64, topk_logprobs [R, K] f32 and tail_mass [R] f32 of the teacher at T=1, where
     has_teacher [R] bool.
-    filled: [R] bool, positions that hold the student's own guess; still: [R] bool, positions that are
+    guessed: [R] bool, positions that hold the student's own guess; still: [R] bool, positions that are
     masked in a later state too, whose logits there are later [R, V] f32 (None: no later state).
     """
 
@@ -33,7 +35,7 @@ class Rows:
     topk_logprobs: torch.Tensor
     tail_mass: torch.Tensor
     has_teacher: torch.Tensor
-    filled: torch.Tensor
+    guessed: torch.Tensor
     still: torch.Tensor
     later: torch.Tensor | None = None
 
@@ -50,4 +52,4 @@ class Rows:
     @cached_property
     def right(self) -> torch.Tensor:
         """[R] bool, rows whose most likely token is the label."""
-        return self.logits.detach().argmax(-1) == self.labels
+        return argmax(self.logits.detach()) == self.labels

@@ -1,4 +1,4 @@
-"""`anchor`: a block's first position stays visible, as where the clean stream has supplied it."""
+"""`anchor`: a block's first position stays visible, as in a draft of `verify` behind a known token."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def unmask(masks: np.ndarray, block: np.ndarray, rng: np.random.Generator, share
         masks: [copies, n] bool with at least one mask a block, which stays so.
         block: [n] block of each position.
 
-    Source: the clean stream's next token is known when a block begins, at no forward of its own.
+    Source: our own; `verify` drafts anew from the clean stream's next token.
     """
     out = masks.copy()
     for m in range(len(masks)):

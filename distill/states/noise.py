@@ -15,8 +15,8 @@ def masks(
         block: [n] block of each position, counted from 0.
         rng: keyed by (seed, epoch, sample), never by rank.
         low, high: range of the probability that a position is masked.
-        right: lean of that probability within a block, times (1 - right) at its first position, rising in
-            a straight line to (1 + right) at its last.
+        right: how far that probability t leans within a block: from t - right·min(t, 1 - t) at its first
+            position in a straight line to t + right·min(t, 1 - t) at its last, so that its mean stays t.
 
     Returns:
         [copies, n] bool with at least one mask a block.
@@ -28,7 +28,8 @@ def masks(
     t = rng.permutation((rng.random() + np.arange(N) / N) % 1.0).reshape(copies, num_blocks)
     level = low + (high - low) * t
     draw = rng.random((copies, len(block)))
-    out = draw < level[:, block] * (1.0 + right * _lean(block))
+    share = level[:, block]
+    out = draw < share + right * _lean(block) * np.minimum(share, 1.0 - share)
     for m in range(copies):
         for b in range(num_blocks):
             where = np.flatnonzero(block == b)

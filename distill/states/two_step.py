@@ -12,7 +12,7 @@ def later(
         masks: [copies, n] bool of the earlier state.
         block: [n] block of each position.
         order: [n] step at which each position is decided; those decided first are revealed. None: at random.
-        reveal: share of a block's masked positions that are revealed; at least one is, if that leaves one.
+        reveal: share of a block's masked positions that are revealed: at least one, and all only where one is masked.
 
     Returns:
         [copies, n] bool, a subset of `masks`.
@@ -24,7 +24,7 @@ def later(
     for m in range(len(masks)):
         for b in range(int(block[-1]) + 1):
             where = np.flatnonzero(masks[m] & (block == b))
-            count = min(max(1, round(reveal * len(where))), len(where) - 1)
+            count = max(1, min(round(reveal * len(where)), len(where) - 1))
             first = np.argsort(order[where], kind="stable") if order is not None else rng.permutation(len(where))
             out[m, where[first[:count]]] = False
     return out

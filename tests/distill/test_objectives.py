@@ -45,7 +45,7 @@ def rows(dtype=torch.float64, requires_grad=False, seed=0):
         topk_logprobs=top.values,
         tail_mass=1 - top.values.exp().sum(-1),
         has_teacher=torch.tensor([True, True, True, False, True, True, True, True]),
-        filled=torch.tensor([False, False, False, False, False, False, True, False]),
+        guessed=torch.tensor([False, False, False, False, False, False, True, False]),
         still=torch.tensor([True, False, True, False, False, False, False, False]),
         later=torch.cat(
             [torch.randn(R, V - 1, generator=g, dtype=dtype) * 2, torch.full((R, 1), -torch.inf, dtype=dtype)], -1

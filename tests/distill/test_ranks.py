@@ -12,7 +12,7 @@ from fewstep.distill import train
 from fewstep.distill.config import AdaptConfig, EngineConfig, TrackConfig
 from fewstep.students.config import StudentConfig
 
-from .test_train import world  # noqa: F401  (a fixture)
+from .test_train import ALL, world  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -27,7 +27,7 @@ def adapt(world: Path, folder: Path, zero_stage: int, accumulation: int) -> None
     folder.mkdir(parents=True, exist_ok=True)
     config = AdaptConfig(
         max_steps=6, batch_tokens=300, learning_rate=3e-3, save_steps=3, eval_steps=6, logging_steps=1,
-        gradient_accumulation_steps=accumulation,
+        gradient_accumulation_steps=accumulation, objectives=ALL, guess=0.5,
     )  # fmt: skip
     train.run(
         folder, "adapt", config, StudentConfig(block_size=4), EngineConfig(zero_stage=zero_stage), TrackConfig(),

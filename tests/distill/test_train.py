@@ -19,6 +19,7 @@ from fewstep.students.config import StudentConfig
 from fewstep.students.convert import load_causal_lm, load_student, make_student
 from fewstep.students.decoding import decode
 from fewstep.students.layout import body_hidden, build_batch
+from fewstep.students.lora import apply_lora
 from tests.tiny import tiny_model, tiny_tokenizer
 
 EOS = None
@@ -219,8 +220,13 @@ def test_distill_records_trajectories_once_and_refuses_foreign_ones(world, tmp_p
         (dict(student=StudentConfig(block_size=4, attention="bidirectional")), "objectives.ar"),
         (dict(objectives={"magic": 1.0}), "magic"),
         (dict(block_sizes=(4, 8)), "block_sizes"),
-        (dict(fill=0.5), "adapt.fill"),
-        (dict(objectives={"ce": 1.0, "correction": 1.0}), "adapt.fill"),
+        (dict(guess=0.5), "adapt.guess"),
+        (dict(objectives={"ce": 1.0, "correction": 1.0}), "adapt.guess"),
+        (dict(objectives={"ce": 1.0, "correction": 1.0}, guess=1.0), "adapt.guess: 1 leaves"),
+        (dict(guess_noise=0.5), "adapt.guess_noise"),
+        (dict(reveal=0.3), "adapt.reveal"),
+        (dict(right_weighted=0.3, complementary=True), "leans the other way"),
+        (dict(right_weighted=0.3, suffix=1.0), "masked at random"),
         (dict(objectives={"ce": {"weight": 1.0, "temperature": 0.5}}), "objectives.ce.temperature"),
         (dict(objectives={"ce": 1.0, "certainty": {"weight": 1.0, "divergence": "reverse"}}), "certainty.divergence"),
     ],
@@ -233,8 +239,15 @@ def test_impossible_combinations_are_named(world, tmp_path, keys, message):
 ALL = {"ce": 1.0, "ar": 0.5, "kd": {"weight": 0.5, "divergence": "reverse"}, "certainty": 0.5, "correction": 1.0, "consistency": 1.0}  # fmt: skip
 
 
+def test_an_objective_of_weight_zero_changes_nothing(world, tmp_path):
+    go(world, tmp_path / "with", objectives={"ce": 1.0, "consistency": 0.0, "certainty": 0.0})
+    go(world, tmp_path / "without", objectives={"ce": 1.0})
+    a, b = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
 def test_every_objective_and_state_at_once_and_deepspeed_equals_plain(world, tmp_path):
-    keys = {"objectives": ALL, "fill": 0.5, "suffix": 0.3, "anchor": 0.3, "right_weighted": 0.3, "random_block_size": 0.4, "complementary": True}  # fmt: skip
+    keys = {"objectives": ALL, "guess": 0.5, "suffix": 0.3, "anchor": 0.3, "right_weighted": 0.3, "random_block_size": 0.4, "copies": 2}  # fmt: skip
     summary = go(world, tmp_path / "plain", **keys)
     assert all(summary["last"][f"held_out_{name}"] > 0 for name in ALL)
     go(world, tmp_path / "ds", engine=EngineConfig(zero_stage=3), **keys)
@@ -242,15 +255,21 @@ def test_every_objective_and_state_at_once_and_deepspeed_equals_plain(world, tmp
     assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-5
 
 
-def test_filled_positions_hold_the_guesses_and_later_states_their_own_masks(world, monkeypatch):
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2), LoraConfig(rank=2, gated=True)], ids=["full", "lora", "gated"])  # fmt: skip
+@pytest.mark.parametrize("attention", ["block", "block_causal_inside", "bidirectional"])
+def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(world, monkeypatch, attention, lora):
+    if lora and lora.gated and attention == "bidirectional":
+        pytest.skip("no such student")
     model, tokenizer = load_causal_lm(world / "teacher")
-    facts = make_student(model, tokenizer, StudentConfig(block_size=4), False, 0)
-    mask = facts["mask_token_id"]
-    config = AdaptConfig(objectives={"ce": 1.0, "correction": 1.0, "consistency": 1.0}, fill=0.5)
+    student = StudentConfig(block_size=4, attention=attention)
+    mask = make_student(model, tokenizer, student, bool(lora and lora.gated), 0)["mask_token_id"]
+    if lora:
+        apply_lora(model, lora.rank, lora.alpha, lora.gated, mask)
+    config = AdaptConfig(objectives={"ce": 1.0, "correction": 1.0, "consistency": 1.0}, guess=0.5)
     samples = read_samples(world / "targets", "train")[:12]
     drawn = [draw_example(s, config, 4, tokenizer.eos_token_id, 0, 0, 0.0) for s in samples]
-    batch = build_batch(drawn, mask, "block", 0.1)
-    trainee = Trainee(model, "block", mask, load_objectives(config.objectives), config.objectives, True).eval()
+    batch = build_batch(drawn, mask, attention, 0.1)
+    trainee = Trainee(model, attention, mask, load_objectives(config.objectives), config.objectives, True).eval()
     seen = []
 
     def hidden(model, batch, attention):
@@ -259,16 +278,18 @@ def test_filled_positions_hold_the_guesses_and_later_states_their_own_masks(worl
 
     monkeypatch.setattr(trainee_module, "body_hidden", hidden)
     loss, _ = trainee(batch, {"correction": 1.0, "consistency": 1.0})
-    assert loss.requires_grad
+    loss.backward()
     guessing, later, trained = seen
     assert torch.equal(guessing, batch.ids)
-    filled = batch.rows[batch.filled]
-    logits = model.get_output_embeddings()(body_hidden(model, batch, "block")[filled])
-    logits[:, mask] = -torch.inf
-    assert torch.equal(trained.flatten()[filled], logits.argmax(-1))
+    guessed = batch.rows[batch.guessed]
+    with torch.no_grad():
+        logits = model.get_output_embeddings()(body_hidden(model, batch, attention)[guessed])
+    if mask < logits.shape[-1]:
+        logits[:, mask] = -torch.inf
+    assert torch.equal(trained.flatten()[guessed], logits.argmax(-1))
     for b, e in enumerate(drawn):
         n, C = len(e.noisy), batch.ids.shape[1] - batch.num_noisy
-        assert (trained[b] == mask).sum() == (0 if e.fill else e.masks.sum())
+        assert (trained[b] == mask).sum() == (0 if e.guess else e.masks.sum())
         assert torch.equal(later[b, C : C + n], torch.from_numpy(np.where(e.later[0], mask, e.noisy)))
         assert torch.equal(later[b, :C], batch.ids[b, :C])
 

@@ -6,6 +6,7 @@ and a model has to read, not to know. Templates are split: evaluation phrases ar
 
     python benchmarks/lab/booking.py --out DIR --train 800 --eval 2400 --seed 0
     python benchmarks/lab/booking.py --out DIR --train 0 --eval 6000 --seed 1      (recipes/booking/test.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 0 --eval 0 --fresh 2000     (recipes/booking/fresh.jsonl)
     python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0               (recipes/quickstart/prompts.jsonl)
     python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5    (recipes/quickstart/phrased.jsonl)
 """
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "eval"]
+Split = Literal["train", "eval", "fresh"]
 
 KEYS = ("name", "car", "year", "service", "day", "time")
 
@@ -99,7 +100,21 @@ EVAL_TEMPLATES = (
     "can we say {day} at {time}, {a_service}, {year} {car}? That would be for {name}.",
     "I have a {year} {car} here. Could you do {a_service} this {day}, about {time}? I'm {name}.",
 )
-TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES  # a row's `template` is an index into this
+# Written once every choice had been made, to see how the figures carry to phrasing that no choice looked at.
+FRESH_TEMPLATES = (
+    "we spoke earlier, {name}. As agreed: {a_service} for the {year} {car}, {day} at {time}.",
+    "my wife's {car}, a {year} one, is due {a_service}. Does {day} at {time} suit you? It would be {name}.",
+    "good to reach you! {name} wants to know if {a_service} is possible on {day}, {time}. Car: {year} {car}.",
+    "quick one: {year} {car} and {a_service}, {day} {time}. Cheers, {name}.",
+    "I just bought a {year} {car} and would love {a_service} on {day} at {time}. You can call me {name}.",
+    "any chance of {a_service} around {time} on {day}? {name}, owner of a {car} from {year}.",
+    "please schedule {a_service} with {name} for {day}, {time}; the vehicle is a {year} {car}.",
+    "since {day} at {time} is still open, {name} takes it. It's about {a_service} on a {car}, built {year}.",
+    "my mechanic is on holiday, so could you handle {a_service} on my {year} {car}? {name}, {day}, {time}.",
+    "the {car} is back, {year} model. This time it needs {a_service}. See you {day} at {time}, {name}.",
+)
+SPLITS = {"train": TRAIN_TEMPLATES, "eval": EVAL_TEMPLATES, "fresh": FRESH_TEMPLATES}
+TEMPLATES = TRAIN_TEMPLATES + EVAL_TEMPLATES + FRESH_TEMPLATES  # a row's `template` is an index into this
 
 # Training messages may also be put together from clauses, one for each value or for two of them, in any order.
 # No four words in a row of an evaluation template stand in them, but those of the training templates (a test).
@@ -157,7 +172,7 @@ def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
     """Yield rows without end, all of distinct messages, from the templates of one split.
 
     Args:
-        split: "train" or "eval".
+        split: "train", "eval" or "fresh".
         seed: rows are a pure function of the arguments; a longer draw starts with the shorter one.
         free: share of training messages that are put together from CLAUSES.
 
@@ -165,7 +180,8 @@ def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
         {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int, or None if free}
     """
     rng = random.Random(f"booking/{split}/{seed}")
-    first, last = (0, len(TRAIN_TEMPLATES)) if split == "train" else (len(TRAIN_TEMPLATES), len(TEMPLATES))
+    first = TEMPLATES.index(SPLITS[split][0])
+    last = first + len(SPLITS[split])
     seen: set[str] = set()
     while True:
         template = rng.randrange(first, last)
@@ -230,16 +246,18 @@ def write_jsonl(path: Path, items: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl of the booking task.")
+    parser = argparse.ArgumentParser(description="Write the splits of the booking task as JSON lines.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--train", type=int, default=800, metavar="ROWS")
     parser.add_argument("--eval", type=int, default=2400, metavar="ROWS")
+    parser.add_argument("--fresh", type=int, default=0, metavar="ROWS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free", type=float, default=0.0, metavar="SHARE", help="of training messages put together from clauses")  # fmt: skip
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free))
     write_jsonl(args.out / "eval.jsonl", rows("eval", args.eval, args.seed))
+    write_jsonl(args.out / "fresh.jsonl", rows("fresh", args.fresh, args.seed))
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ def test_booking_messages_are_distinct_over_a_long_draw():
 def test_booking_templates_are_split_and_all_used():
     train = {row["template"] for row in booking.rows("train", 2000, 0)}
     evaluation = {row["template"] for row in booking.rows("eval", 500, 0)}
-    assert len(train) >= 24 and len(evaluation) >= 6
-    assert train.isdisjoint(evaluation)
-    assert train | evaluation == set(range(len(booking.TEMPLATES)))
+    fresh = {row["template"] for row in booking.rows("fresh", 500, 0)}
+    assert (len(train), len(evaluation), len(fresh)) == (34, 10, 10)
+    assert train | evaluation | fresh == set(range(54)) == set(range(len(booking.TEMPLATES)))
     assert len(set(booking.TEMPLATES)) == len(booking.TEMPLATES)
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("split", ["train", "eval", "fresh"])
 def test_booking_reference_can_be_read_off_the_message(split):
     for row in booking.rows(split, 1000, 5):
         for key in booking.KEYS:
@@ -84,7 +84,7 @@ def test_booking_composed_messages_hold_every_value_once_and_no_evaluation_phras
         assert all(text.count(key) == 1 for key in ("{name}", "{car}", "{year}", "{day}", "{time}", "service}")), text
     assert len(set(composed)) > 3000
     seen = runs_of_four(composed) | {run for clauses in booking.CLAUSES.values() for run in runs_of_four(clauses)}
-    evaluation = runs_of_four(booking.EVAL_TEMPLATES)
+    evaluation = runs_of_four(booking.EVAL_TEMPLATES + booking.FRESH_TEMPLATES)
     assert len(evaluation - runs_of_four(booking.TRAIN_TEMPLATES)) > 60
     assert not seen & evaluation - runs_of_four(booking.TRAIN_TEMPLATES)
 
@@ -112,6 +112,9 @@ def test_booking_command_writes_the_shipped_files(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "6000", "--seed", "1"]
     subprocess.run(command, check=True)
     assert (tmp_path / "eval.jsonl").read_bytes() == (SHIPPED / "test.jsonl").read_bytes()
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "0", "--fresh", "2000"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "fresh.jsonl").read_bytes() == (SHIPPED / "fresh.jsonl").read_bytes()
     for free, name in (("0", "prompts.jsonl"), ("0.5", "phrased.jsonl")):
         command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "2400", "--eval", "0", "--free", free]  # fmt: skip
         subprocess.run(command, check=True)

@@ -205,8 +205,8 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
                 raise UserError(f"{stage}.objectives.{name}.{key}: {name} does not read it; remove it")
     if ("correction" in config.used()) != (config.guess > 0):
         raise UserError(
-            f"{stage}.guess: {config.guess:g}, and objectives {', '.join(sorted(config.used()))}: "
-            "correction learns from guessed samples, and they from it alone; set both or neither"
+            f"{stage}.guess: {config.guess:g} with objectives {', '.join(sorted(config.used()))}: guessed samples are "
+            f"what correction learns from; set both {stage}.guess and {stage}.objectives.correction, or neither"
         )
     masked = sorted(config.used() - {"ar", "correction"})
     if config.guess == 1 and masked:

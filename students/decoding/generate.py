@@ -21,6 +21,8 @@ NEUTRAL = {
     "penalty_alpha": (0.0,),
 }
 
+DEFAULT_LENGTH = 20  # tokens, in transformers
+
 
 def generate(
     model,
@@ -30,6 +32,7 @@ def generate(
     input_ids=None,
     attention_mask=None,
     max_new_tokens: int | None = None,
+    max_length: int | None = None,
     eos_token_id=None,
     pad_token_id: int | None = None,
     sampler: str | None = None,
@@ -47,7 +50,8 @@ def generate(
     Args:
         model: the student, as `AutoModelForCausalLM` loaded it.
         inputs, input_ids: [B, L] int64 prompt ids, padded on either side where `attention_mask` is 0.
-        generation_config: read for max_new_tokens, eos_token_id and pad_token_id; one that is given also for
+        max_new_tokens, max_length: of an answer; of prompt and answer. Default: as `model.generate`, 20 new tokens.
+        generation_config: read for max_new_tokens, max_length, eos_token_id and pad_token_id; one that is given also for
             do_sample, temperature, top_p and stop_strings.
         sampler: `threshold` (default), `verify` (the AR model's own text or distribution), `ar`, or another of `decode`'s.
         block_size: default and most: the student's own.
@@ -76,7 +80,7 @@ def generate(
         do_sample = config.do_sample if do_sample is None else do_sample
         stop_strings = config.stop_strings if stop_strings is None else stop_strings
     if max_new_tokens is None:
-        max_new_tokens = config.max_new_tokens or max(1, (config.max_length or 20) - prompts.shape[1])
+        max_new_tokens = _budget(config, max_length, prompts.shape[1])
     eos = eos_token_id if eos_token_id is not None else config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     pad = pad_token_id if pad_token_id is not None else config.pad_token_id
@@ -112,6 +116,19 @@ def generate(
     longest = max(len(a.ids) for a in answers)
     tail = torch.tensor([a.ids + [pad] * (longest - len(a.ids)) for a in answers], device=prompts.device)
     return torch.cat([prompts, tail.to(prompts.dtype)], dim=1)
+
+
+def _budget(config, max_length: int | None, prompt: int) -> int:
+    """Return how many tokens an answer may have where `max_new_tokens` was not given."""
+    if max_length is None:
+        if config.max_new_tokens is not None:
+            return config.max_new_tokens
+        if config.max_length in (None, DEFAULT_LENGTH):  # transformers' default, which it adds to the prompt's length
+            return DEFAULT_LENGTH
+        max_length = config.max_length
+    if max_length <= prompt:
+        raise ValueError(f"max_length={max_length} leaves no room behind {prompt} prompt tokens; give max_new_tokens")
+    return max_length - prompt
 
 
 def _load_hub_adapter(model) -> None:

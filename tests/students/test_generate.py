@@ -51,6 +51,21 @@ def test_a_given_generation_config_is_honoured_or_refused(model):
             texts(model, generation_config=GenerationConfig(**fault))
 
 
+def test_the_length_of_an_answer_is_that_of_plain_generate(model):
+    prompt = torch.randint(3, 20, (1, 30), generator=torch.Generator().manual_seed(0))
+
+    def lengths(**given):
+        plain = model.generate(input_ids=prompt, do_sample=False, **given).shape[1]
+        return plain, generate(model, input_ids=prompt, sampler="ar", **given).shape[1]
+
+    assert lengths() == (50, 50)
+    assert lengths(max_length=37) == (37, 37)
+    assert lengths(max_new_tokens=9) == (39, 39)
+    assert lengths(generation_config=GenerationConfig(max_length=41)) == (41, 41)
+    with pytest.raises(ValueError, match="max_length=30 leaves no room behind 30"):
+        generate(model, input_ids=prompt, max_length=30)
+
+
 def test_stop_strings_need_a_tokenizer_and_end_a_row(model):
     class Letters:
         def decode(self, ids):

@@ -3,8 +3,10 @@
 import importlib
 import os
 import shutil
+import socket
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import fewstep
 from fewstep import machine
@@ -28,11 +30,22 @@ def examine() -> dict:
         "compiler": compiler,
         "ninja": ninja,
         "kernels": _kernels(cuda),
-        "hub": "offline (HF_HUB_OFFLINE is set)"
-        if os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0")
-        else "online",
+        "hub": _hub(),
         "wandb": os.environ.get("WANDB_MODE", "as track.wandb.mode says"),
     }
+
+
+def _hub() -> str:
+    """Return whether a connection to the Hub can be opened."""
+    if os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0"):
+        return "offline (HF_HUB_OFFLINE is set)"
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=3).close()
+    except OSError as error:
+        return f"no connection to {address.hostname} ({error})"
+    return f"{address.hostname} answers"
 
 
 def _deepspeed(compiler: str | None, ninja: bool) -> str:

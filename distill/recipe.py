@@ -133,7 +133,8 @@ def find_recipe(recipe: str | Path) -> Path:
         return recipes_folder() / f"{recipe}.yaml"
     if file.is_dir():
         raise UserError(f"{recipe} is a folder; give a recipe's YAML file or one of: {', '.join(shipped_recipes())}")
-    near = nearest(file.stem, shipped_recipes())
+    beside = file.with_name(f"{file.name}.yaml")
+    near = str(beside) if beside.is_file() else nearest(file.stem, shipped_recipes())
     raise UserError(
         f"recipe {recipe} does not exist, as a file or as a shipped recipe"
         + (f"; did you mean {near}?" if near else f"; shipped are: {', '.join(shipped_recipes())}")

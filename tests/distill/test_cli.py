@@ -140,6 +140,20 @@ def test_plan_prints_json(recipe_file, capsys):
     assert facts["machine"]["assumption"]
 
 
+def test_doctor_says_whether_the_hub_answers(monkeypatch):
+    import socket
+
+    from fewstep.distill import doctor
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert doctor._hub() == "127.0.0.1 answers"
+    assert doctor._hub().startswith("no connection to 127.0.0.1 (")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert doctor._hub() == "offline (HF_HUB_OFFLINE is set)"
+
+
 def test_doctor_names_engines_and_every_kernel_with_a_reason(capsys):
     assert _exit_code(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

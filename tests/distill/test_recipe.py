@@ -115,10 +115,12 @@ def test_broken_yaml_is_refused_with_its_line(recipe_file, text, parts):
         assert part in message
 
 
-def test_recipe_that_does_not_exist_names_the_nearest_shipped_one(recipe_file, monkeypatch):
+def test_recipe_that_does_not_exist_names_the_nearest_one(recipe_file, monkeypatch, tmp_path):
     assert "does not exist" in refusal(Path("nowhere.yaml"))
     monkeypatch.setattr("fewstep.distill.recipe.shipped_recipes", lambda: ["quickstart"])
     assert "did you mean quickstart?" in refusal(Path("quikstart"))
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    assert f"did you mean {tmp_path / 'mine.yaml'}?" in refusal(tmp_path / "mine")
 
 
 def test_sections_are_set_by_dotted_overrides_even_where_the_recipe_has_none(recipe_file):

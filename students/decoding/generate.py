@@ -120,15 +120,14 @@ def generate(
 
 def _budget(config, max_length: int | None, prompt: int) -> int:
     """Return how many tokens an answer may have where `max_new_tokens` was not given."""
-    if max_length is None:
-        if config.max_new_tokens is not None:
-            return config.max_new_tokens
-        if config.max_length in (None, DEFAULT_LENGTH):  # transformers' default, which it adds to the prompt's length
-            return DEFAULT_LENGTH
-        max_length = config.max_length
-    if max_length <= prompt:
-        raise ValueError(f"max_length={max_length} leaves no room behind {prompt} prompt tokens; give max_new_tokens")
-    return max_length - prompt
+    if max_length is None and config.max_new_tokens is not None:
+        return config.max_new_tokens
+    length = config.max_length if max_length is None else max_length
+    if length is None or (max_length is None and length == DEFAULT_LENGTH):  # transformers adds its default
+        return DEFAULT_LENGTH
+    if length <= prompt:
+        raise ValueError(f"max_length={length} leaves no room behind {prompt} prompt tokens; give max_new_tokens")
+    return length - prompt
 
 
 def _load_hub_adapter(model) -> None:

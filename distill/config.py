@@ -21,6 +21,7 @@ TRAINING_VERSION = 3  # raised when the same recipe would now train another stud
 PUBLISH_VERSION = 1  # raised when a repository would now hold other files
 
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]
+Share = Annotated[Float, Field(ge=0.0, le=1.0)]
 
 
 class LoraConfig(Config):
@@ -78,7 +79,7 @@ class TrainingConfig(Config):
     gradient_accumulation_steps: int = Field(1, ge=1)
     learning_rate: Float = Field(1e-4, gt=0.0)
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: Float = Field(0.03, ge=0.0, le=1.0)
+    warmup_ratio: Share = 0.03
     weight_decay: Float = Field(0.0, ge=0.0)
     max_grad_norm: Float = Field(1.0, gt=0.0)
     objectives: dict[str, Objective] = Field(
@@ -89,35 +90,29 @@ class TrainingConfig(Config):
         "noise",
         description="which positions are masked: at random, those that the undistilled student decides last, or those that surprised the teacher most",
     )
-    order_share: Float = Field(
-        1.0, ge=0.0, le=1.0, description="share of samples that `order` acts on; the others are masked at random"
+    order_share: Share = Field(
+        1.0, description="share of samples that `order` acts on; the others are masked at random"
     )
     noise: tuple[Float, Float] = Field((0.05, 1.0), description="range of the share of a block that is masked")
     noise_end: tuple[Float, Float] | None = Field(
         None, description="the range that `noise` has moved to, in a straight line, by the end of the stage"
     )
-    suffix: Float = Field(
+    suffix: Share = Field(
         0.0,
-        ge=0.0,
-        le=1.0,
         description="share of blocks masked from a point to their end: where the teacher's distribution is a valid target",
     )
     right_weighted: Float = Field(
         0.0,
         ge=0.0,
         lt=1.0,
-        description="how far masking at random leans to the right: 1 would leave a half-masked block its first half, 0 is even",
+        description="how far masking at random leans to the right: 0 not at all; near 1 a half-masked block's first position is almost never masked, its last almost always",
     )
-    anchor: Float = Field(
+    anchor: Share = Field(
         0.0,
-        ge=0.0,
-        le=1.0,
         description="share of blocks whose first position stays visible, as in a draft of `verify` behind a known token",
     )
-    guess: Float = Field(
+    guess: Share = Field(
         0.0,
-        ge=0.0,
-        le=1.0,
         description="share of samples whose masked positions hold the student's own guesses: what `correction` learns from",
     )
     guess_noise: Float = Field(0.75, gt=0.0, le=1.0, description="share of a block that is guessed")
@@ -132,14 +127,12 @@ class TrainingConfig(Config):
     block_sizes: tuple[int, ...] | None = Field(
         None, description="curriculum: block sizes in equal phases; default: student.block_size throughout"
     )
-    random_block_size: Float = Field(
+    random_block_size: Share = Field(
         0.0,
-        ge=0.0,
-        le=1.0,
         description="last share of the steps in which each step draws its block size from 4, 8, 16, … up to student.block_size, so that any of them may decode",
     )
-    random_offset: Float = Field(
-        0.5, ge=0.0, le=1.0, description="share of samples whose first block has a random length, as `verify` needs"
+    random_offset: Share = Field(
+        0.5, description="share of samples whose first block has a random length, as `verify` needs"
     )
     fill_weight: Float = Field(0.1, ge=0.0, description="loss weight of the EOS fill after the first EOS")
     logging_steps: int = Field(10, ge=1)
@@ -178,7 +171,7 @@ class DistillConfig(TrainingConfig):
     order: Literal["noise", "trajectory", "nll"] = "trajectory"
     noise: tuple[Float, Float] = (0.0, 1.0)
     noise_end: tuple[Float, Float] | None = (0.8, 1.0)
-    suffix: Float = Field(0.5, ge=0.0, le=1.0)
+    suffix: Share = 0.5
 
 
 def check_training(stage: str, config: TrainingConfig, attention: str, gated: bool, block_size: int) -> None:
@@ -200,9 +193,9 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
     if not config.used():
         raise UserError(f"{stage}.objectives: no objective has a weight above 0; give one, such as ce: 1.0")
     for name, objective in config.objectives.items():
-        for key in sorted({"temperature", "divergence"} & objective.model_fields_set):
-            if key not in OBJECTIVE_SETTINGS.get(name, {key}):
-                raise UserError(f"{stage}.objectives.{name}.{key}: {name} does not read it; remove it")
+        settings = objective.model_fields_set - {"weight", "start", "end", "over"}
+        for key in sorted(settings - OBJECTIVE_SETTINGS.get(name, settings)):
+            raise UserError(f"{stage}.objectives.{name}.{key}: {name} does not read it; remove it")
     if ("correction" in config.used()) != (config.guess > 0):
         raise UserError(
             f"{stage}.guess: {config.guess:g} with objectives {', '.join(sorted(config.used()))}: guessed samples are "
@@ -211,13 +204,14 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
     masked = sorted(config.used() - {"ar", "correction"})
     if config.guess == 1 and masked:
         raise UserError(f"{stage}.guess: 1 leaves no masked position for {', '.join(masked)}; give a share below 1")
-    unread = {"guess_noise": not config.guess, "reveal": "consistency" not in config.used()}
-    for key in sorted(unread):
-        if unread[key] and key in config.model_fields_set:
-            needed = "guess above 0" if key == "guess_noise" else "the objective consistency"
+    for key, read, needed in (
+        ("guess_noise", config.guess > 0, "guess above 0"),
+        ("reveal", "consistency" in config.used(), "the objective consistency"),
+    ):
+        if key in config.model_fields_set and not read:
             raise UserError(f"{stage}.{key}: {getattr(config, key):g} has no use without {needed}; remove it")
-    at_random = config.order == "noise" or config.order_share < 1 or config.guess > 0
-    if config.right_weighted and (config.complementary or config.suffix == 1 or not at_random):
+    at_random = config.guess > 0 or (config.suffix < 1 and (config.order == "noise" or config.order_share < 1))
+    if config.right_weighted and (config.complementary or not at_random):
         why = "a complementary copy leans the other way" if config.complementary else "no position is masked at random"
         raise UserError(f"{stage}.right_weighted: {config.right_weighted:g}, but {why}; set it to 0")
     if gated and "ar" in config.used():

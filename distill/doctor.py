@@ -3,10 +3,8 @@
 import importlib
 import os
 import shutil
-import socket
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import fewstep
 from fewstep import machine
@@ -36,16 +34,17 @@ def examine() -> dict:
 
 
 def _hub() -> str:
-    """Return whether a connection to the Hub can be opened."""
-    if os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0"):
+    """Return whether the Hub answers."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
         return "offline (HF_HUB_OFFLINE is set)"
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection((address.hostname or "", port), timeout=3).close()
-    except OSError as error:
-        return f"no connection to {address.hostname} ({error})"
-    return f"{address.hostname} answers"
+        get_session().head(constants.ENDPOINT, timeout=3)  # through the proxies that a download would take
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
+        return f"{constants.ENDPOINT} does not answer ({error})"
+    return f"{constants.ENDPOINT} answers"
 
 
 def _deepspeed(compiler: str | None, ninja: bool) -> str:

@@ -96,7 +96,7 @@ def draw_example(
         drawn = anchor.unmask(drawn, block, rng, config.anchor)
     later = None
     if "consistency" in config.used():  # a guessed sample has no later state: it is nowhere masked
-        later = drawn & False if guess else two_step.later(drawn, block, order, rng, config.reveal)
+        later = np.zeros_like(drawn) if guess else two_step.later(drawn, block, order, rng, config.reveal)
     return Example(
         sample.prompt, sample.response, noisy, block, drawn, later, guess, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
     )  # fmt: skip

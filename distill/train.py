@@ -22,6 +22,7 @@ from fewstep.distill.examples import (
     micro_batches,
     read_samples,
 )
+from fewstep.distill.objectives.rows import masked
 from fewstep.distill.tracking import Tracker
 from fewstep.distill.trainee import Trainee, load_objectives, row_weights
 from fewstep.errors import RunFailed, Stopped, UserError
@@ -277,7 +278,7 @@ def _eos(model, tokenizer) -> int:
 def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, float]:
     """Return held-out means of every objective, and the share of masked positions that are right."""
     totals, sums = {n: 0.0 for n in objectives}, {n: 0.0 for n in objectives}
-    right = masked = 0.0
+    right = count = 0.0
     for first in range(0, len(held_out), 16):
         batch = batch_of(held_out[first : first + 16], block_size, -1, 1.0)  # epoch -1: the same masks every time
         _, parts = worker.forward(batch, {})
@@ -285,9 +286,9 @@ def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, f
             totals[name] += weight
             sums[name] += float(parts[name])
         right += float(parts["right_diffusion"])
-        masked += float((~batch.clean & ~batch.guessed & (batch.weight == 1)).sum())
+        count += float((masked(batch) & (batch.weight == 1)).sum())
     measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
-    return measured | ({"held_out_accuracy": right / masked} if masked else {})
+    return measured | ({"held_out_accuracy": right / count} if count else {})
 
 
 def _write_student(model, tokenizer, folder: Path, adapter: Adapter | None, engine: EngineConfig) -> None:

@@ -4,22 +4,20 @@ Shapes: B rows, Q positions, R supervised rows, V vocabulary.
 """
 
 import importlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fewstep.distill.objectives.rows import Rows
+from fewstep.distill.objectives.rows import Rows, masked
 from fewstep.distill.states import guess
 from fewstep.errors import UserError
 from fewstep.kernels.linear_rows_loss import CHUNK_ROWS, head_logits, linear_rows_loss
 from fewstep.students.decoding.sampling import argmax
 from fewstep.students.layout import Batch, body_hidden
 
-_ROW_FIELDS = (
-    "labels", "weight", "clean", "eligible", "topk_ids", "topk_logprobs", "tail_mass", "has_teacher", "guessed", "still",
-)  # fmt: skip
+_OF_BATCH = [f.name for f in fields(Rows) if f.name not in ("logits", "later")]  # of a row, known before the forward
 
 
 def load_objectives(names) -> dict:
@@ -74,7 +72,7 @@ class Trainee(nn.Module):
         sums |= {"right_diffusion": hidden.new_zeros((), dtype=torch.float32)}
 
         def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
-            chunk = Rows(self._without_mask(logits), **{f: getattr(batch, f)[rows] for f in _ROW_FIELDS})
+            chunk = Rows(self._without_mask(logits), **{f: getattr(batch, f)[rows] for f in _OF_BATCH})
             if later is not None:
                 with torch.no_grad():
                     chunk.later = self._without_mask(head_logits(later[rows], **self._head()))
@@ -84,7 +82,7 @@ class Trainee(nn.Module):
                 sums[name] += part.detach()
                 if coefficients.get(name):
                     total = total + coefficients[name] * part
-            sums["right_diffusion"] += (chunk.right & ~chunk.clean & ~chunk.guessed & (chunk.weight == 1)).sum()
+            sums["right_diffusion"] += (chunk.right & masked(chunk) & (chunk.weight == 1)).sum()
             # every row's logits take part, so that a step without an active objective still has a gradient of zero
             return total + 0.0 * chunk.nll.sum()
 

@@ -17,8 +17,7 @@ import torch
 # loss_fn(logits [r, V] f32, chunk) -> scalar: the chunk's share of the total loss
 LossFn = Callable[[torch.Tensor, slice], torch.Tensor]
 
-
-CHUNK_ROWS = 256
+CHUNK_ROWS = 256  # whose logits exist at once
 
 
 def head_logits(hidden, weight, *, bias=None, softcap=None, scale=1.0) -> torch.Tensor:
@@ -54,7 +53,9 @@ def linear_rows_loss(
 
 def linear_rows_loss_reference(hidden, weight, loss_fn, *, bias=None, softcap=None, scale=1.0):
     """Compute the same with all logits at once and plain autograd."""
-    logits = head_logits(hidden, weight, bias=bias, softcap=softcap, scale=scale)
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     return loss_fn(logits, slice(0, len(hidden)))
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, C clean and N noisy positions a copy, M copies, Q = C + M·N, R 
 Source: block diffusion with a shared clean stream (BD3-LM; Efficient-DLM's context-causal variant).
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,7 +15,6 @@ from fewstep.students.decoding.gated import noisy
 from fewstep.students.decoding.masks import layer_masks
 
 CLEAN = -1
-_SUPERVISED = ("rows", "labels", "weight", "clean", "eligible", "guessed", "still")  # of each row
 
 
 @dataclass
@@ -114,7 +114,7 @@ def build_batch(
     seg = np.full((B, Q), CLEAN, np.int64)
     valid = np.zeros((B, Q), bool)
     later_ids = None if examples[0].later is None else np.zeros((B, Q), np.int64)
-    out: dict[str, list[np.ndarray]] = {k: [] for k in _SUPERVISED}
+    out: defaultdict[str, list[np.ndarray]] = defaultdict(list)
     teacher: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "logprobs", "tail", "has")}
     for b, e in enumerate(examples):
         P, L, n = len(e.prompt), len(e.response), len(e.noisy)
@@ -124,8 +124,8 @@ def build_batch(
         if later_ids is not None:
             later_ids[b, : len(clean)] = clean
         if with_response:  # AR rows: the position before each response token
-            none = np.zeros(L, bool)
-            _supervise(out, b * Q + P - 1 + np.arange(L), e.response, np.ones(L), ~none, none, none, none)
+            rows = b * Q + P - 1 + np.arange(L)
+            _supervise(out, rows, e.response, np.ones(L), clean=True, eligible=False, guessed=False, still=False)
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
@@ -139,10 +139,10 @@ def build_batch(
             where = np.flatnonzero(masked)
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
-            still = masked[where] & False if e.later is None else e.later[m, where]
-            guessed = np.full(len(where), e.guess)
+            still = False if e.later is None else e.later[m, where]
+            rows = b * Q + at + where
             _supervise(
-                out, b * Q + at + where, e.noisy[where], weight[where], guessed & False, eligible, guessed, still
+                out, rows, e.noisy[where], weight[where], clean=False, eligible=eligible, guessed=e.guess, still=still
             )
             if later_ids is not None:
                 later_ids[b, at : at + n] = np.where(e.later[m], mask_token_id, e.noisy)
@@ -215,9 +215,10 @@ def _visible_right(masked: np.ndarray, block: np.ndarray) -> np.ndarray:
     return out
 
 
-def _supervise(out, *values) -> None:
-    for key, value in zip(_SUPERVISED, values, strict=True):
-        out[key].append(value)
+def _supervise(out, rows: np.ndarray, labels: np.ndarray, weight: np.ndarray, **flags) -> None:
+    """Append supervised rows; a flag is [len(rows)] bool, or one bool for all of them."""
+    for key, value in {"rows": rows, "labels": labels, "weight": weight, **flags}.items():
+        out[key].append(np.broadcast_to(value, rows.shape))
 
 
 def _teach(teacher, e: Example, where: np.ndarray, K: int) -> None:

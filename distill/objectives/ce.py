@@ -3,12 +3,12 @@
 import torch
 
 from fewstep.distill.config import ObjectiveConfig
-from fewstep.distill.objectives.rows import Rows
+from fewstep.distill.objectives.rows import Rows, masked
 
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of masked positions, zero on the AR stream."""
-    return rows.weight * (~rows.clean & ~rows.guessed)
+    return rows.weight * masked(rows)
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:

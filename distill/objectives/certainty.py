@@ -3,12 +3,12 @@
 import torch
 
 from fewstep.distill.config import ObjectiveConfig
-from fewstep.distill.objectives.rows import LOWEST, Rows
+from fewstep.distill.objectives.rows import LOWEST, Rows, masked
 
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of masked positions (known before the forward, unlike which are right)."""
-    return rows.weight * (~rows.clean & ~rows.guessed)
+    return rows.weight * masked(rows)
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
@@ -17,8 +17,7 @@ def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
     Source: dParallel, certainty-forcing distillation; CAP. Deviation: the mean runs over all masked
     positions, not only over right ones, so that a micro-batch's share is known in advance.
     """
-    T = settings.temperature
-    logprobs = rows.logprobs if T == 1.0 else (rows.logits / T).log_softmax(-1)
+    logprobs = rows.logprobs_at(settings.temperature)
     # the suppressed mask token is at -inf, where p·log p is 0 but its gradient would be 0·inf
     entropy = -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(-1)
     return entropy * rows.right

@@ -18,8 +18,7 @@ def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
     """
     if rows.later is None:  # a weight of 0: no later state was drawn
         return torch.zeros_like(rows.nll)
-    T = settings.temperature
-    later = (rows.later / T).log_softmax(-1)
-    now = rows.logprobs if T == 1.0 else (rows.logits / T).log_softmax(-1)
+    later = (rows.later / settings.temperature).log_softmax(-1)
+    now = rows.logprobs_at(settings.temperature)
     # the suppressed mask token is at -inf in both, where p·(log p - log q) is 0 but would read as nan
     return (later.exp() * (later.clamp(min=LOWEST) - now.clamp(min=LOWEST))).sum(-1)

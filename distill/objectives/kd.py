@@ -9,14 +9,14 @@ right in the block is visible: the eligible set.
 import torch
 
 from fewstep.distill.config import ObjectiveConfig
-from fewstep.distill.objectives.rows import LOWEST, Rows
+from fewstep.distill.objectives.rows import LOWEST, Rows, masked
 
 FLOOR = 1e-6  # of a tail mass: fp32 log-probabilities of the kept tokens sum to 1 ± 1e-7
 
 
 def weights(rows) -> torch.Tensor:
     """Return [R] f32: the loss weight of eligible masked positions that have a teacher's row."""
-    return rows.weight * (~rows.clean & ~rows.guessed & rows.eligible & rows.has_teacher)
+    return rows.weight * (masked(rows) & rows.eligible & rows.has_teacher)
 
 
 def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
@@ -35,10 +35,7 @@ def loss(rows: Rows, settings: ObjectiveConfig) -> torch.Tensor:
         q_log, tail = q_log / T, tail ** (1.0 / T)
         total = q_log.exp().sum(-1) + tail
         q_log, tail = q_log - total.log()[:, None], tail / total
-        logprobs = (rows.logits / T).log_softmax(-1)
-    else:
-        logprobs = rows.logprobs
-    p_log = logprobs.gather(-1, rows.topk_ids).clamp(min=LOWEST)
+    p_log = rows.logprobs_at(T).gather(-1, rows.topk_ids).clamp(min=LOWEST)
     p_tail = (1.0 - p_log.exp().sum(-1)).clamp(min=FLOOR)
     p_log = torch.cat([p_log, p_tail.log()[:, None]], -1)
     q_log = torch.cat([q_log.clamp(min=LOWEST), tail.log()[:, None]], -1)

@@ -13,6 +13,11 @@ from fewstep.students.decoding.sampling import argmax
 LOWEST = -1e4  # stands in for -inf where a log-probability is multiplied by a probability of 0
 
 
+def masked(rows) -> torch.Tensor:
+    """Return [R] bool: positions that hold the mask token; `rows` is a Batch or Rows."""
+    return ~rows.clean & ~rows.guessed
+
+
 @dataclass
 class Rows:
     """A chunk of supervised rows.
@@ -43,6 +48,10 @@ class Rows:
     def logprobs(self) -> torch.Tensor:
         """[R, V] natural log-probabilities at T=1."""
         return self.logits.log_softmax(-1)
+
+    def logprobs_at(self, temperature: float) -> torch.Tensor:
+        """Return [R, V] natural log-probabilities of the logits divided by `temperature`."""
+        return self.logprobs if temperature == 1.0 else (self.logits / temperature).log_softmax(-1)
 
     @cached_property
     def nll(self) -> torch.Tensor:

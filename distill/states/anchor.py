@@ -12,10 +12,8 @@ def unmask(masks: np.ndarray, block: np.ndarray, rng: np.random.Generator, share
 
     Source: our own; `verify` drafts anew from the clean stream's next token.
     """
+    begins = np.searchsorted(block, np.unique(block))
+    others = np.add.reduceat(masks, begins, axis=1, dtype=int) > masks[:, begins]  # masked behind the first position
     out = masks.copy()
-    for m in range(len(masks)):
-        for b in range(int(block[-1]) + 1):
-            where = np.flatnonzero(block == b)
-            if rng.random() < share and masks[m, where[1:]].any():
-                out[m, where[0]] = False
+    out[:, begins] &= ~((rng.random(others.shape) < share) & others)
     return out

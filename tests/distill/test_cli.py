@@ -141,16 +141,27 @@ def test_plan_prints_json(recipe_file, capsys):
 
 
 def test_doctor_says_whether_the_hub_answers(monkeypatch):
-    import socket
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    from huggingface_hub import constants
 
     from fewstep.distill import doctor
 
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert doctor._hub() == "127.0.0.1 answers"
-    assert doctor._hub().startswith("no connection to 127.0.0.1 (")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.end_headers()
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    Thread(target=server.handle_request, daemon=True).start()
+    assert doctor._hub() == f"{url} answers"
+    server.server_close()
+    assert doctor._hub().startswith(f"{url} does not answer (")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert doctor._hub() == "offline (HF_HUB_OFFLINE is set)"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,7 @@ def test_distill_records_trajectories_once_and_refuses_foreign_ones(world, tmp_p
         (dict(reveal=0.3), "adapt.reveal"),
         (dict(right_weighted=0.3, complementary=True), "leans the other way"),
         (dict(right_weighted=0.3, suffix=1.0), "masked at random"),
+        (dict(right_weighted=0.3, order="nll"), "masked at random"),
         (dict(objectives={"ce": {"weight": 1.0, "temperature": 0.5}}), "objectives.ce.temperature"),
         (dict(objectives={"ce": 1.0, "certainty": {"weight": 1.0, "divergence": "reverse"}}), "certainty.divergence"),
     ],
@@ -277,16 +279,23 @@ def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(wor
         return body_hidden(model, batch, attention)
 
     monkeypatch.setattr(trainee_module, "body_hidden", hidden)
-    loss, _ = trainee(batch, {"correction": 1.0, "consistency": 1.0})
+    loss, sums = trainee(batch, {"correction": 1.0, "consistency": 1.0})
     loss.backward()
     guessing, later, trained = seen
     assert torch.equal(guessing, batch.ids)
-    guessed = batch.rows[batch.guessed]
-    with torch.no_grad():
-        logits = model.get_output_embeddings()(body_hidden(model, batch, attention)[guessed])
-    if mask < logits.shape[-1]:
-        logits[:, mask] = -torch.inf
-    assert torch.equal(trained.flatten()[guessed], logits.argmax(-1))
+
+    @torch.no_grad()
+    def logits(ids):  # of every supervised row
+        out = model.get_output_embeddings()(body_hidden(model, replace(batch, ids=ids), attention)[batch.rows])
+        return torch.cat(
+            [out[:, :mask], out[:, mask + 1 :]], -1
+        )  # a mask token that is no row of the head cuts nothing
+
+    guesses = logits(batch.ids)[batch.guessed].argmax(-1)
+    assert torch.equal(trained.flatten()[batch.rows[batch.guessed]], guesses + (guesses >= mask))
+    here, then = (logits(ids)[batch.still].log_softmax(-1) for ids in (trained, later))
+    divergence = (then.exp() * (then - here)).sum(-1) * batch.weight[batch.still]
+    assert float(sums["consistency"]) == pytest.approx(float(divergence.sum()), rel=1e-4) and divergence.sum() > 1e-4
     for b, e in enumerate(drawn):
         n, C = len(e.noisy), batch.ids.shape[1] - batch.num_noisy
         assert (trained[b] == mask).sum() == (0 if e.guess else e.masks.sum())

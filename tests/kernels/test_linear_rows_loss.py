@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fewstep.kernels.linear_rows_loss import cases, linear_rows_loss, linear_rows_loss_reference
+from fewstep.kernels.linear_rows_loss import cases, head_logits, linear_rows_loss, linear_rows_loss_reference
 
 
 def inputs(R, D, V, bias, dtype):
@@ -36,6 +36,14 @@ def test_chunked_loss_and_gradients_equal_the_reference(name, R, D, V, chunk, so
     for got, want in zip(grads, expected):
         assert got.dtype == want.dtype
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-5)  # the softmax itself is fp32 in both
+
+
+@pytest.mark.parametrize("softcap, bias", [(None, False), (3.0, True)])
+def test_head_logits_are_those_that_the_loss_sees(softcap, bias):
+    h, w, b, _ = inputs(9, 8, 50, bias, torch.float32)
+    seen = []
+    linear_rows_loss_reference(h, w, lambda logits, rows: seen.append(logits) or logits.sum(), bias=b, softcap=softcap, scale=0.7)  # fmt: skip
+    assert torch.equal(head_logits(h, w, bias=b, softcap=softcap, scale=0.7), seen[0])
 
 
 def test_frozen_head_gets_no_gradient_and_no_logits_wider_than_a_chunk_exist():

@@ -110,7 +110,10 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UserError(f"{file.name}: {_one_line(error)}") from None
+        wrong = _one_line(error)
+        if any(wrong.startswith((f"{key}:", f"{key}.", f"{key} ")) for key, _, _ in (o.partition("=") for o in overrides)):
+            raise UserError(wrong) from None  # the command line is to blame, not the file
+        raise UserError(f"{file.name}{' with the overrides' if overrides else ''}: {wrong}") from None
 
 
 def recipes_folder() -> Path:

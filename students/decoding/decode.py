@@ -95,10 +95,11 @@ def decode(
     block_size = _block_size(model, sampler, block_size)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
     for i, prompt in enumerate(prompts):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {i}"
         if not prompt:
-            raise ValueError(f"prompt {i} is empty: give at least one token")
+            raise ValueError(f"{name} is empty: give at least one token")
         if len(prompt) >= context:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens, the model's context {context}: shorten the prompt")
+            raise ValueError(f"{name} has {len(prompt)} tokens, the model's context {context}: shorten it")
     budgets = _per_row("max_new_tokens", max_new_tokens, len(prompts), lambda v: v >= 1, "must be ≥ 1")
     drawing = check_drawing(len(prompts), temperature, top_p, seed)
     for name, value in settings.items():

@@ -123,6 +123,14 @@ def test_recipe_that_does_not_exist_names_the_nearest_one(recipe_file, monkeypat
     assert f"did you mean {tmp_path / 'mine.yaml'}?" in refusal(tmp_path / "mine")
 
 
+def test_an_override_is_blamed_in_place_of_the_file(recipe_file):
+    assert refusal(recipe_file, "adapt.max_steps=x").startswith("adapt.max_steps: got 'x'")
+    assert refusal(recipe_file, "adapt.lora.gated=true").startswith(f"{recipe_file.name} with the overrides: adapt.")
+    broken = recipe_file.with_name("broken.yaml")
+    broken.write_text(recipe_file.read_text() + "\nseed: x\n")
+    assert refusal(broken).startswith("broken.yaml: seed (seed of everything random): got 'x'")
+
+
 def test_sections_are_set_by_dotted_overrides_even_where_the_recipe_has_none(recipe_file):
     recipe = load_recipe(recipe_file, ["track.wandb.project=p", "adapt.lora.rank=4", "distill=null", "seed=7"])
     assert (recipe.track.wandb.project, recipe.adapt.lora.rank, recipe.distill, recipe.seed) == ("p", 4, None, 7)

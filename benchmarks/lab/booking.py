@@ -8,7 +8,8 @@ and a model has to read, not to know. Templates are split: evaluation phrases ar
     python benchmarks/lab/booking.py --out DIR --train 0 --eval 6000 --seed 1      (recipes/booking/test.jsonl)
     python benchmarks/lab/booking.py --out DIR --train 0 --eval 0 --fresh 2000     (recipes/booking/fresh.jsonl)
     python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0               (recipes/quickstart/prompts.jsonl)
-    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5    (recipes/quickstart/phrased.jsonl)
+    python benchmarks/lab/booking.py --out DIR --train 2400 --eval 0 --free 0.5 --more Ben=4
+                                                                                   (recipes/quickstart/phrased.jsonl)
 """
 
 import argparse
@@ -168,13 +169,14 @@ def response(booking: dict) -> str:
     return json.dumps({key: booking[key] for key in KEYS}, ensure_ascii=False)
 
 
-def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
+def stream(split: Split, seed: int, free: float = 0.0, more: dict[str, float] | None = None) -> Iterator[dict]:
     """Yield rows without end, all of distinct messages, from the templates of one split.
 
     Args:
         split: "train", "eval" or "fresh".
         seed: rows are a pure function of the arguments; a longer draw starts with the shorter one.
         free: share of training messages that are put together from CLAUSES.
+        more: first name or car → how many times as often as the others it is drawn.
 
     Yields:
         {"id": str, "instruction": str, "reference": {key: str | int for KEYS}, "template": int, or None if free}
@@ -186,8 +188,8 @@ def stream(split: Split, seed: int, free: float = 0.0) -> Iterator[dict]:
     while True:
         template = rng.randrange(first, last)
         booking = {
-            "name": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
-            "car": rng.choice(CARS),
+            "name": f"{_draw(rng, FIRST_NAMES, more)} {rng.choice(LAST_NAMES)}",
+            "car": _draw(rng, CARS, more),
             "year": rng.choice(YEARS),
             "service": rng.choice(SERVICES),
             "day": rng.choice(DAYS),
@@ -226,10 +228,15 @@ def compose(rng: random.Random) -> str:
     return text
 
 
-def rows(split: Split, count: int, seed: int, free: float = 0.0) -> list[dict]:
-    """Return the first `count` rows of `stream(split, seed, free)`."""
-    source = stream(split, seed, free)
+def rows(split: Split, count: int, seed: int, free: float = 0.0, more: dict[str, float] | None = None) -> list[dict]:
+    """Return the first `count` rows of `stream(split, seed, free, more)`."""
+    source = stream(split, seed, free, more)
     return [next(source) for _ in range(count)]
+
+
+def _draw(rng: random.Random, values: tuple[str, ...], more: dict[str, float] | None) -> str:
+    """Draw one of `values`, evenly but for those named in `more`."""
+    return rng.choices(values, [more.get(value, 1.0) for value in values])[0] if more else rng.choice(values)
 
 
 def _message(rng: random.Random, template: str, booking: dict, bare: bool = False) -> str:
@@ -253,9 +260,14 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=0, metavar="ROWS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free", type=float, default=0.0, metavar="SHARE", help="of training messages put together from clauses")  # fmt: skip
+    parser.add_argument("--more", nargs="*", default=[], metavar="VALUE=TIMES", help="training messages with this first name or car that many times as often")  # fmt: skip
     args = parser.parse_args()
+    more = {value: float(times) for value, _, times in (item.rpartition("=") for item in args.more)}
+    for value in more:
+        if value not in FIRST_NAMES + CARS:
+            parser.error(f"--more: {value!r} is neither a first name nor a car of this task; write one as Ben=4")
     args.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free))
+    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free, more))
     write_jsonl(args.out / "eval.jsonl", rows("eval", args.eval, args.seed))
     write_jsonl(args.out / "fresh.jsonl", rows("fresh", args.fresh, args.seed))
 

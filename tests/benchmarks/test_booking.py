@@ -115,10 +115,19 @@ def test_booking_command_writes_the_shipped_files(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "0", "--eval", "0", "--fresh", "2000"]
     subprocess.run(command, check=True)
     assert (tmp_path / "fresh.jsonl").read_bytes() == (SHIPPED / "fresh.jsonl").read_bytes()
-    for free, name in (("0", "prompts.jsonl"), ("0.5", "phrased.jsonl")):
-        command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "2400", "--eval", "0", "--free", free]  # fmt: skip
+    for name, drawn in (("prompts.jsonl", []), ("phrased.jsonl", ["--free", "0.5", "--more", "Ben=4"])):
+        command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--train", "2400", "--eval", "0", *drawn]
         subprocess.run(command, check=True)
         assert (tmp_path / "train.jsonl").read_bytes() == (SHIPPED.parent / "quickstart" / name).read_bytes()
+
+
+def test_booking_draws_a_value_more_often_where_asked():
+    often = booking.rows("train", 2000, 0, more={"Ben": 4.0, "Kia Rio": 2.0})
+    names = [row["reference"]["name"].split()[0] for row in often]
+    assert abs(names.count("Ben") / 2000 - 4 / 39) < 0.02 and abs(names.count("Anna") / 2000 - 1 / 39) < 0.012
+    assert abs(sum(row["reference"]["car"] == "Kia Rio" for row in often) / 2000 - 2 / 32) < 0.02
+    wrong = subprocess.run([sys.executable, str(SCRIPT), "--out", "x", "--more", "Benn=4"], capture_output=True)
+    assert wrong.returncode == 2 and b"'Benn'" in wrong.stderr and not Path("x").exists()
 
 
 def test_booking_shipped_splits_do_not_overlap():

@@ -111,7 +111,9 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
         return Recipe.model_validate(raw)
     except ValidationError as error:
         wrong = _one_line(error)
-        if any(wrong.startswith((f"{key}:", f"{key}.", f"{key} ")) for key, _, _ in (o.partition("=") for o in overrides)):
+        if any(
+            wrong.startswith((f"{key}:", f"{key}.", f"{key} ")) for key, _, _ in (o.partition("=") for o in overrides)
+        ):
             raise UserError(wrong) from None  # the command line is to blame, not the file
         raise UserError(f"{file.name}{' with the overrides' if overrides else ''}: {wrong}") from None
 

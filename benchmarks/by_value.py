@@ -1,8 +1,8 @@
-"""Which values of the booking task a student copies wrong: error rates by first name and by car, rarest lengths first.
+"""Which values of the booking task a student copies wrong: error rates by first name and by car, worst first.
 
     python benchmarks/by_value.py runs/distill-<hash>/student --sampler threshold --threshold 0.8
 
-A value whose number of tokens few others share shifts everything behind it in its block; it is learnt last.
+Beside each value stands how many others have as many tokens: its length decides where all behind it in its block stands.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
         for row, failed in zip(rows, wrong):
             groups[value_of(row["reference"])].append(failed)
         lengths = {value: len(tokenizer.tokenize(f'"{value}')) - 1 for value in groups}
-        table = Table(kind, "tokens", "values of that length", "rows", "wrong")
+        table = Table(kind, "tokens", "values as long", "rows", "wrong")
         for value in sorted(groups, key=lambda v: sum(groups[v]) / len(groups[v]), reverse=True)[: args.top]:
             alike, failed = sum(n == lengths[value] for n in lengths.values()), groups[value]
             table.add_row(value, str(lengths[value]), str(alike), str(len(failed)), f"{sum(failed) / len(failed):.1%}")

@@ -3,6 +3,7 @@
 Whatever is wrong is said in one line: the key's dotted path, the value, the rule, the fix.
 """
 
+import copy
 import difflib
 import re
 import typing
@@ -100,22 +101,45 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
     if not isinstance(raw, dict):
         raise UserError(f"{file} holds {_short(raw)}; a recipe is a mapping of sections such as teacher: and prompts:")
     raw = _absolute(raw, file.resolve().parent)
+    alone, keys = copy.deepcopy(raw), []
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or not dotted:
             raise UserError(f"{override!r} is no override; write key=value, such as adapt.max_steps=100")
-        key = tuple(dotted.split("."))
-        _set(raw, key, _absolute(_parse(text, f"the value of {dotted}"), Path.cwd(), key), dotted)
+        keys.append(tuple(dotted.split(".")))
+        _set(raw, keys[-1], _absolute(_parse(text, f"the value of {dotted}"), Path.cwd(), keys[-1]), dotted)
+    try:
+        return _validated(raw)
+    except UserError as error:
+        raise UserError(f"{_blamed(str(error), file, alone, keys)}{error}") from None
+
+
+def _validated(raw: dict) -> Recipe:
     _refuse_booleans(raw)
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        wrong = _one_line(error)
-        if any(
-            wrong.startswith((f"{key}:", f"{key}.", f"{key} ")) for key, _, _ in (o.partition("=") for o in overrides)
-        ):
-            raise UserError(wrong) from None  # the command line is to blame, not the file
-        raise UserError(f"{file.name}{' with the overrides' if overrides else ''}: {wrong}") from None
+        raise UserError(_one_line(error)) from None
+
+
+def _blamed(wrong: str, file: Path, alone: dict, overrides: list[Key]) -> str:
+    """Return how a message begins: with the file's name, unless an override set the key that it names.
+
+    Args:
+        alone: what the file says without the overrides.
+    """
+    if overrides:
+        try:
+            _validated(alone)
+            without = ""
+        except UserError as error:
+            without = str(error)
+        if without != wrong:
+            named = tuple(re.match(r"[\w.\-]*", wrong).group().split("."))  # type: ignore[union-attr]
+            if any(named[: len(key)] == key[: len(named)] for key in overrides):
+                return ""
+            return f"{file.name} with the overrides: "
+    return f"{file.name}: "
 
 
 def recipes_folder() -> Path:

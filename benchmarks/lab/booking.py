@@ -15,6 +15,7 @@ and a model has to read, not to know. Templates are split: evaluation phrases ar
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -252,6 +253,13 @@ def write_jsonl(path: Path, items: list[dict]) -> None:
     path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
 
 
+def _times(text: str) -> tuple[str, float]:
+    value, _, times = text.rpartition("=")
+    if value not in FIRST_NAMES + CARS or not re.fullmatch(r"\d+(\.\d+)?", times):
+        raise argparse.ArgumentTypeError(f"{text!r} is no first name or car of this task and a number; write Ben=4")
+    return value, float(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the splits of the booking task as JSON lines.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -260,14 +268,10 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=0, metavar="ROWS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free", type=float, default=0.0, metavar="SHARE", help="of training messages put together from clauses")  # fmt: skip
-    parser.add_argument("--more", nargs="*", default=[], metavar="VALUE=TIMES", help="training messages with this first name or car that many times as often")  # fmt: skip
+    parser.add_argument("--more", nargs="*", type=_times, default=[], metavar="VALUE=TIMES", help="training messages with this first name or car that many times as often")  # fmt: skip
     args = parser.parse_args()
-    more = {value: float(times) for value, _, times in (item.rpartition("=") for item in args.more)}
-    for value in more:
-        if value not in FIRST_NAMES + CARS:
-            parser.error(f"--more: {value!r} is neither a first name nor a car of this task; write one as Ben=4")
     args.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free, more))
+    write_jsonl(args.out / "train.jsonl", rows("train", args.train, args.seed, args.free, dict(args.more)))
     write_jsonl(args.out / "eval.jsonl", rows("eval", args.eval, args.seed))
     write_jsonl(args.out / "fresh.jsonl", rows("fresh", args.fresh, args.seed))
 

@@ -95,7 +95,7 @@ def decode(
     block_size = _block_size(model, sampler, block_size)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
     for i, prompt in enumerate(prompts):
-        name = "the prompt" if len(prompts) == 1 else f"prompt {i}"
+        name = "the prompt" if len(prompts) == 1 else f"prompt {i + 1}"
         if not prompt:
             raise ValueError(f"{name} is empty: give at least one token")
         if len(prompt) >= context:

@@ -39,7 +39,7 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
         logits = forward([r.length for r in active], [r.pending for r in active], noisy, keep=max(map(len, noisy)))
         S = max(len(b.ids) for b in current)
         logits = logits[:, :S]  # [B, S, V]; the canvas beyond the block is context only
-        draft = _draft(logits, active, current, mask, everywhere=sampler.revise is not None)
+        draft = _draft(logits, active, current, mask, everywhere=sampler.rewrite)
         values = {name: _column(value, active, logits) for name, value in settings.items()}
         if sampler.stays is not None:
             _follow(draft, current, sampler, values)
@@ -71,15 +71,17 @@ def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: 
     """Return what the sampler sees: drawn where a row has a temperature, the most likely tokens elsewhere.
 
     Args:
-        everywhere: whether it looks at decided positions too; if not, their tokens are not looked for.
+        everywhere: look at positions that are no candidates too; if not, token and probability are 0 there.
     """
     S, device = logits.shape[1], logits.device
-    candidates = torch.tensor([b.candidates(r.eos, S) for r, b in zip(rows, blocks)], device=device)
-    if everywhere or candidates.all():
+    may = [b.candidates(r.eos, S) for r, b in zip(rows, blocks)]
+    candidates = torch.tensor(may, device=device)
+    if everywhere or all(map(all, may)):
         token, probability = most_likely(logits)  # [B, S]
-    else:  # two passes over the vocabulary a position, the most that is spent outside the forward
-        token, probability = candidates.long(), candidates.to(logits.dtype)
-        token[candidates], probability[candidates] = most_likely(logits[candidates])
+    else:  # the rest of a block need not pay for a softmax over the vocabulary
+        at = torch.tensor([(i, j) for i, row in enumerate(may) for j in range(S) if row[j]], device=device).unbind(1)
+        token, probability = torch.zeros_like(candidates, dtype=torch.int64), logits.new_zeros(candidates.shape)
+        token[at], probability[at] = most_likely(logits[at])
     for i, (row, block) in enumerate(zip(rows, blocks)):
         if row.temperature > 0:
             places = candidates[i].nonzero().flatten()

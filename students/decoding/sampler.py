@@ -43,8 +43,8 @@ class Draft:
     """One step of every active row's block.
 
     token: [B, S] int64, the token that would be committed: the most likely one, or at a candidate one drawn.
-    probability: [B, S] f32, the student's probability of `token`; both hold at positions that are decided already
-    only for a sampler with `revise`.
+    probability: [B, S] f32, the student's probability of `token`. Where no candidate is, both are 0 and mean
+    nothing, but for a sampler that rewrites.
     confidence: [B, S] f32, the same, -inf where not a candidate.
     candidates: [B, S] bool, masked positions before any EOS that is decided.
     ids: [B, S] int64, the block as the forward saw it; committed: [B, S] bool, what was decided in it.

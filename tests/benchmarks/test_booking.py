@@ -126,8 +126,13 @@ def test_booking_draws_a_value_more_often_where_asked():
     names = [row["reference"]["name"].split()[0] for row in often]
     assert abs(names.count("Ben") / 2000 - 4 / 39) < 0.02 and abs(names.count("Anna") / 2000 - 1 / 39) < 0.012
     assert abs(sum(row["reference"]["car"] == "Kia Rio" for row in often) / 2000 - 2 / 32) < 0.02
-    wrong = subprocess.run([sys.executable, str(SCRIPT), "--out", "x", "--more", "Benn=4"], capture_output=True)
-    assert wrong.returncode == 2 and b"'Benn'" in wrong.stderr and not Path("x").exists()
+
+
+@pytest.mark.parametrize("more", ["Benn=4", "Ben", "Ben=-4", "Ben=x"])
+def test_booking_refuses_a_value_that_it_cannot_draw(tmp_path, more):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), "--more", more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{more!r} is no first name" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_booking_shipped_splits_do_not_overlap():

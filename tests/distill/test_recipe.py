@@ -125,10 +125,14 @@ def test_recipe_that_does_not_exist_names_the_nearest_one(recipe_file, monkeypat
 
 def test_an_override_is_blamed_in_place_of_the_file(recipe_file):
     assert refusal(recipe_file, "adapt.max_steps=x").startswith("adapt.max_steps: got 'x'")
+    assert refusal(recipe_file, "adapt.noise=[0.5, x]").startswith("adapt.noise")
+    assert refusal(recipe_file, "adapt.max_steps=5", "adapt.lerning_rate=3").startswith("adapt.lerning_rate: unknown")
     assert refusal(recipe_file, "adapt.lora.gated=true").startswith(f"{recipe_file.name} with the overrides: adapt.")
     broken = recipe_file.with_name("broken.yaml")
     broken.write_text(recipe_file.read_text() + "\nseed: x\n")
-    assert refusal(broken).startswith("broken.yaml: seed (seed of everything random): got 'x'")
+    for others in ([], ["adapt.max_steps=5"]):
+        assert refusal(broken, *others).startswith("broken.yaml: seed (seed of everything random): got 'x'")
+    assert load_recipe(broken, ["seed=3"]).seed == 3
 
 
 def test_sections_are_set_by_dotted_overrides_even_where_the_recipe_has_none(recipe_file):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.decode import SAMPLERS
-from tests.students.builders import EOS, student
+from tests.students.builders import EOS, MASK, student
 from tests.students.test_decoding import prompts
 from tests.students.test_samplers import check_limits, check_verify_draws_from_ar, drawn_settings
 
@@ -33,28 +33,27 @@ def test_verify_equals_plain_generate_on_many_prompts(family, count=170):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_verify_in_fp32_leaves_plain_generate_at_near_ties_alone(family, record_property, count=170):
+@torch.no_grad()
+def test_verify_in_fp32_takes_a_token_of_largest_logit_up_to_rounding(family, record_property, count=170):
     model = student(family, dtype=torch.float32)
-    with torch.no_grad():  # half of the vocabulary nearly doubles the other half: ties within a few roundings
-        head = model.get_output_embeddings().weight
-        head[20:37] = head[3:20] * (1 + 3e-7 * torch.randn(17, head.shape[1]))
-    batch, left = prompts(count, seed=17), []
+    head = model.get_output_embeddings().weight
+    head[20:37] = head[3:20] * (1 + 3e-7 * torch.randn(17, head.shape[1]))  # near copies: ties within a few roundings
+    parted, batch = 0, prompts(count, seed=17)
     for first in range(0, count, 34):
         answers = decode(model, batch[first : first + 34], sampler="verify", max_new_tokens=25, eos_token_ids=[EOS])
         for prompt, answer in zip(batch[first : first + 34], answers):
             ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False)
-            plain = out[0, len(prompt) :].tolist()
-            if answer.ids == plain:
-                continue
-            at = next(i for i, (a, b) in enumerate(zip(answer.ids, plain)) if a != b)
-            logits = model(torch.tensor([prompt + plain[:at]])).logits[0, -1].detach()
-            left.append(float(logits[plain[at]] - logits[answer.ids[at]]) / float(logits.abs().max()))
-    record_property("near_ties", len(left))
-    print(
-        f"{family}: {len(left)} of {count} texts part, at gaps of at most {max(left, default=0.0):.1e} of the largest logit"
-    )
-    assert all(abs(gap) <= 1e-5 for gap in left), sorted(left)[-3:]
+            plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False)
+            parted += answer.ids != plain[0, len(prompt) :].tolist()
+            logits = model(torch.tensor([prompt + answer.ids])).logits[0, len(prompt) - 1 : -1]  # [n, V]
+            logits[:, MASK] = logits.amin()
+            chosen = logits.gather(-1, torch.tensor(answer.ids)[:, None])[:, 0]
+            lost = (logits.amax(-1) - chosen) / logits.abs().amax(-1)
+            assert lost.max() <= 16 * torch.finfo(torch.float32).eps  # the roundings of two layers and a head
+            assert len(answer.ids) == 25 or answer.ids[-1] == EOS
+    record_property("near_ties", parted)
+    print(f"{family}: {parted} of {count} texts part from plain generate, each at a tie within rounding")
+    assert parted  # or the ties that this is about were not there
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])

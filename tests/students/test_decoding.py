@@ -179,8 +179,10 @@ def test_context_limit_shortens_the_budget():
     prompt = [5] * 250
     answer = run(model, [prompt], budget=50, eos=(), sampler="threshold", threshold=0.0)[0]
     assert len(prompt) + len(answer.ids) <= 256
-    with pytest.raises(ValueError, match="context"):
+    with pytest.raises(ValueError, match="^the prompt has 256 tokens, the model's context 256: shorten it$"):
         run(model, [[5] * 256], sampler="threshold")
+    with pytest.raises(ValueError, match="^prompt 2 is empty"):
+        run(model, [[5], []], sampler="threshold")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])

@@ -93,13 +93,13 @@ def versions() -> dict:
 
 @cache  # what was imported, whatever is committed while it runs
 def commit() -> str | None:
-    """Return the commit of the source tree that runs, with "-dirty" where it was edited; None in a wheel."""
+    """Return the commit of the source tree that runs, with "-dirty" where anything but a result was edited; None in a wheel."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        status = ["git", "status", "--porcelain", "--untracked-files=no"]
+        status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
         dirty = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -135,7 +135,7 @@ def _blamed(wrong: str, file: Path, alone: dict, overrides: list[Key]) -> str:
         except UserError as error:
             without = str(error)
         if without != wrong:
-            named = tuple(re.match(r"[\w.\-]*", wrong).group().split("."))  # type: ignore[union-attr]
+            named = tuple(re.split(r"[^\w.-]", wrong, maxsplit=1)[0].split("."))
             if any(named[: len(key)] == key[: len(named)] for key in overrides):
                 return ""
             return f"{file.name} with the overrides: "

@@ -174,11 +174,13 @@ class DistillConfig(TrainingConfig):
     suffix: Share = 0.5
 
 
-def check_training(stage: str, config: TrainingConfig, attention: str, gated: bool, block_size: int) -> None:
+def check_training(
+    stage: str, config: TrainingConfig, attention: str, alignment: str, gated: bool, block_size: int
+) -> None:
     """Raise UserError for an objective or setting that this kind of student cannot have.
 
     Args:
-        attention: the student's pattern.
+        attention: the student's pattern. alignment: whose output says a token.
         gated: whether its clean stream is frozen: adapt put gated adapters on it.
         block_size: its largest block.
     """
@@ -222,6 +224,16 @@ def check_training(stage: str, config: TrainingConfig, attention: str, gated: bo
         raise UserError(
             f"distill.lora.gated: {config.lora.gated}, where adapt.lora.gated is {gated}; remove distill.lora or make them agree"
         )
+    if alignment == "shifted":
+        if attention == "bidirectional":
+            raise UserError(
+                "student.alignment: shifted, where a bidirectional student has no clean stream to say a block's first "
+                "token; use same_position"
+            )
+        if config.guess:
+            raise UserError(
+                f"{stage}.guess: {config.guess:g}, but student.alignment is shifted, a baseline without guesses; set it to 0"
+            )
     if attention == "bidirectional":
         if "ar" in config.used():
             raise UserError(f"{stage}.objectives.ar: a bidirectional student has no clean response stream; set it to 0")

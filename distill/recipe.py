@@ -60,7 +60,9 @@ class Recipe(Config):
                 "adapt.lora.gated: the untouched teacher must see its own prompt; remove targets.few_shot and targets.system_prompt, or set gated to false"
             )
         for stage, config in self.training().items():
-            check_training(stage, config, self.student.attention, gated, self.student.block_size)
+            check_training(
+                stage, config, self.student.attention, self.student.alignment, gated, self.student.block_size
+            )
             if ("kd" in config.used() or config.order == "nll") and self.targets.top_logprobs == 0:
                 key = "objectives.kd" if "kd" in config.used() else "order"
                 raise ValueError(

@@ -109,7 +109,9 @@ def run(
 
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
         drawn = [draw_example(s, config, block_size, eos, seed, epoch, share) for s in chosen]
-        batch = build_batch(drawn, facts["mask_token_id"], facts["attention"], config.fill_weight, num_topk)
+        batch = build_batch(
+            drawn, facts["mask_token_id"], facts["attention"], config.fill_weight, num_topk, facts["alignment"]
+        )
         return batch.to(worker.device)
 
     def save_state(step: int) -> None:
@@ -251,9 +253,11 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
                     f"{stage}.lora: the student carries a gated adapter of rank {spec['rank']}, which is trained on; "
                     f"remove {stage}.lora or repeat it"
                 )
-            check_training(stage, config, facts["attention"], True, facts["block_size"])
+            check_training(stage, config, facts["attention"], facts["alignment"], True, facts["block_size"])
             return model, tokenizer, Adapter(spec["rank"], spec["alpha"], True)
-    check_training(stage, config, facts["attention"], facts["adapter"] == "gated", facts["block_size"])
+    check_training(
+        stage, config, facts["attention"], facts["alignment"], facts["adapter"] == "gated", facts["block_size"]
+    )
     if lora is None:
         return model.requires_grad_(True), tokenizer, None
     return model, tokenizer, apply_lora(model, lora.rank, lora.alpha, lora.gated, facts["mask_token_id"])

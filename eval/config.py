@@ -32,7 +32,7 @@ OWNERS = {
 class TaskConfig(Config):
     """One task: prompts whose answers can be checked."""
 
-    name: str = Field(description="a file of eval/tasks: booking")
+    name: str = Field(description="a file of eval/tasks: answer, booking")
     path: Path = Field(description="the task's JSONL, relative to the recipe")
     field: str = Field("instruction", description="the key of a row that holds the user's message")
     limit: int | None = Field(None, ge=1)

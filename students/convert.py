@@ -17,7 +17,7 @@ from fewstep.students.config import StudentConfig
 from fewstep.students.decoding.gated import GatedEmbedding, GatedLinear, load_adapter, save_adapter
 
 FACTS_VERSION = 1
-ALIGNMENT = "same_position"  # a noisy position predicts its own token: no shift
+ALIGNMENTS = ("same_position", "shifted")  # a noisy position predicts its own token, or the one after it
 logging.disable_progress_bar()  # stages show their own
 DECODING = Path(__file__).parent / "decoding"
 
@@ -68,10 +68,10 @@ def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
         raise UserError(
             f"student {folder}: its config.json has no `fewstep` section; give a folder that adapt or distill wrote"
         )
-    if facts.get("version") != FACTS_VERSION or facts.get("alignment") != ALIGNMENT:
+    if facts.get("version") != FACTS_VERSION or facts.get("alignment") not in ALIGNMENTS:
         raise UserError(
             f"student {folder}: its facts are version {facts.get('version')}, alignment {facts.get('alignment')}; "
-            f"this fewstep reads version {FACTS_VERSION}, {ALIGNMENT}: convert it anew"
+            f"this fewstep reads version {FACTS_VERSION}, {' or '.join(ALIGNMENTS)}: convert it anew"
         )
     if facts.get("adapter") == "gated":
         load_adapter(model, Path(folder) / "fewstep_adapter")
@@ -132,7 +132,7 @@ def make_student(model, tokenizer, config: StudentConfig, gated: bool, seed: int
     model.config.fewstep = {
         "version": FACTS_VERSION,
         "attention": config.attention,
-        "alignment": ALIGNMENT,
+        "alignment": config.alignment,
         "block_size": config.block_size,
         "mask_token_id": mask,
         "adapter": "gated" if gated else None,

@@ -94,7 +94,12 @@ def filled_length(length: int, block_size: int, first: int) -> int:
 
 
 def build_batch(
-    examples: list[Example], mask_token_id: int, attention: str, fill_weight: float, num_topk: int = 0
+    examples: list[Example],
+    mask_token_id: int,
+    attention: str,
+    fill_weight: float,
+    num_topk: int = 0,
+    alignment: str = "same_position",
 ) -> Batch:
     """Lay out examples side by side.
 
@@ -104,6 +109,8 @@ def build_batch(
             prompt alone, or the answer would leak).
         fill_weight: loss weight of positions after the first EOS.
         num_topk: K; 0 leaves the teacher's distributions out.
+        alignment: `same_position`, or `shifted`: a masked token is said by the position before it, a block's
+            first by the clean stream.
     """
     with_response = attention != "bidirectional"
     B, M = len(examples), examples[0].masks.shape[0]
@@ -141,6 +148,8 @@ def build_batch(
             eligible = ~visible_right[where] & (where < L)
             still = False if e.later is None else e.later[m, where]
             rows = b * Q + at + where
+            if alignment == "shifted":
+                rows = np.where(where == begins[where], b * Q + P, b * Q + at) + where - 1
             _supervise(
                 out, rows, e.noisy[where], weight[where], clean=False, eligible=eligible, guessed=e.guess, still=still
             )

@@ -29,7 +29,7 @@ class PromptsConfig(Config):
     limit: int | None = Field(None, ge=1, description="use only the first rows")
     held_out: float = Field(0.05, ge=0.0, lt=1.0, description="share of the prompts kept for the held-out loss")
     checker: str | None = Field(
-        None, description="scores the teacher's answers against the rows' `reference`: booking, exact, json"
+        None, description="scores the teacher's answers against the rows' `reference`: answer, booking, exact, json"
     )
 
 

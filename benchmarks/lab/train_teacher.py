@@ -1,12 +1,12 @@
-"""Train the small booking teacher: a Llama of about 3M parameters, from random weights, on one core.
+"""Train a small teacher for one of the lab's tasks: a Llama of about 3M parameters, from random weights, on one core.
 
     python benchmarks/lab/train_teacher.py
     python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 5e-4 --seed 2 --eval-rows 1000
     python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 3e-4 --seed 3 --eval-rows 1000
 
 The later commands go on from the checkpoint of the one before. The rows are generated without end from the
-training templates only, each seen once. The model is measured greedily on rows of the evaluation
-templates, in float32, after its bfloat16 weights were saved and loaded back.
+training split only, each seen once. The model is measured greedily on rows of the evaluation
+split, in float32, after its bfloat16 weights were saved and loaded back.
 
 Shapes: B batch, L length, V vocabulary.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 import tokenizers
 import torch
 import transformers
-from booking import Split, response, rows, stream
+from tasks import TASKS, Task, rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -50,12 +50,12 @@ CHAT_TEMPLATE = (
 )  # fmt: skip
 
 
-def build_tokenizer(vocab_size: int, num_rows: int, seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE, digits one by one, on generated messages and bookings.
+def build_tokenizer(task: Task, vocab_size: int, num_rows: int, seed: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE, digits one by one, on generated messages and answers.
 
     Args:
         vocab_size: entries, the four special tokens included.
-        num_rows: rows of the training templates it is trained on.
+        num_rows: rows of the training split it is trained on.
         seed: of those rows.
 
     Returns:
@@ -72,7 +72,7 @@ def build_tokenizer(vocab_size: int, num_rows: int, seed: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = ((row["instruction"], response(row["reference"])) for row in rows("train", num_rows, seed))
+    texts = ((row["instruction"], row["response"]) for row in itertools.islice(task.stream("train", seed), num_rows))
     core.train_from_iterator(itertools.chain.from_iterable(texts), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, additional_special_tokens=[USER, ASSISTANT],
@@ -100,7 +100,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, row: dict) -> tuple[list[int], li
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": row["instruction"]}], add_generation_prompt=True, tokenize=False
     )
-    answer = response(row["reference"]) + EOS
+    answer = row["response"] + EOS
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
 
 
@@ -121,14 +121,14 @@ def collate(pairs: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[torc
     return ids, labels
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, args: argparse.Namespace) -> None:
     """Minimise the responses' cross-entropy over fresh rows: AdamW, warm-up, cosine to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / args.warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)),
     )
-    source = stream("train", args.seed)
+    source = task.stream("train", args.seed)
     started = time.perf_counter()
     model.train()
     for step in range(1, args.steps + 1):
@@ -148,11 +148,11 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
 
 
 @torch.inference_mode()
-def exact_match(model, tokenizer, split: Split, count: int, seed: int, batch: int = 50) -> float:
-    """Return the share of `count` rows whose greedy answer is the booking's text, character by character."""
+def exact_match(model, tokenizer, task: Task, split: str, count: int, seed: int, batch: int = 50) -> float:
+    """Return the share of `count` rows whose greedy answer is the row's own, character by character."""
     right = 0
     model.eval()
-    items = rows(split, count, seed)
+    items = rows(task, split, count, seed)
     for start in range(0, count, batch):
         part = items[start : start + batch]
         prompts = [encode(tokenizer, row)[0] for row in part]
@@ -163,7 +163,7 @@ def exact_match(model, tokenizer, split: Split, count: int, seed: int, batch: in
         attention_mask = (torch.arange(width) >= torch.tensor([[width - len(p)] for p in prompts])).long()
         out = model.generate(input_ids=ids, attention_mask=attention_mask, do_sample=False, max_new_tokens=96)
         texts = tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
-        right += sum(text == response(row["reference"]) for text, row in zip(texts, part, strict=True))
+        right += sum(text == row["response"] for text, row in zip(texts, part, strict=True))
     return right / count
 
 
@@ -180,7 +180,8 @@ def hardware() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train and save the small booking teacher.")
+    parser = argparse.ArgumentParser(description="Train and save a small teacher.")
+    parser.add_argument("--task", choices=TASKS, default="booking")
     parser.add_argument("--out", type=Path, default=ROOT / "recipes/quickstart/teacher", metavar="DIR")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks/results/quickstart_teacher.json", metavar="FILE"
@@ -197,6 +198,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of weights and training rows; not the shipped data's 0")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    task = TASKS[args.task]
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -205,10 +207,10 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.init)
         model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
     else:
-        tokenizer = build_tokenizer(args.vocab, num_rows=4000, seed=args.seed)
+        tokenizer = build_tokenizer(task, args.vocab, num_rows=4000, seed=args.seed)
         model = build_model(tokenizer, args.width, args.layers)
     started = time.perf_counter()
-    train(model, tokenizer, args)
+    train(model, tokenizer, task, args)
     seconds = time.perf_counter() - started
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
@@ -228,9 +230,9 @@ def main() -> None:
     }
     measured = []
     for split in ("train", "eval"):
-        share = exact_match(model, tokenizer, split, args.eval_rows, seed=0)
+        share = exact_match(model, tokenizer, task, split, args.eval_rows, seed=0)
         measured.append({"split": split, "n": args.eval_rows, "exact_match": share, **facts})
-        print(f"exact match on {args.eval_rows} rows of the {split} templates: {share:.4f}", flush=True)
+        print(f"exact match on {args.eval_rows} rows of the {split} split: {share:.4f}", flush=True)
     earlier = json.loads(args.results.read_text())["rows"] if args.init and args.results.is_file() else []
     record = {
         "command": " && ".join(dict.fromkeys(row["command"] for row in [*earlier, *measured])),

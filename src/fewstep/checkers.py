@@ -68,6 +68,11 @@ def exact(text: str, reference: object) -> float:
         return 0.0
 
 
+def answer(text: str, reference: object) -> float:
+    """Return 1.0 if the text behind the last `=`, or all of it where there is none, is the reference; else 0.0."""
+    return exact(text.rpartition("=")[2], reference)
+
+
 def json_object(text: str, reference: object = None) -> float:
     """Return 1.0 if the text is one JSON object (see `parse_json_object`); the reference is not used."""
     return float(parse_json_object(text) is not None)
@@ -125,7 +130,12 @@ def _as_object(reference: object) -> dict:
     return obj
 
 
-CHECKERS: dict[str, Callable[[str, object], float]] = {"booking": booking, "exact": exact, "json": json_object}
+CHECKERS: dict[str, Callable[[str, object], float]] = {
+    "answer": answer,
+    "booking": booking,
+    "exact": exact,
+    "json": json_object,
+}
 
 
 def score(name: str, text: str, reference: object) -> float:

@@ -23,6 +23,7 @@ class BlockCache(Cache):
         self.trash = capacity
         self.keys: list[torch.Tensor] = []  # a layer each: [B, H, N, d]
         self.values: list[torch.Tensor] = []
+        self.said: torch.Tensor | None = None  # [B, 1, V], where alignment is shifted: logits of a row's last clean token
         self._slots: torch.Tensor | None = None
         self._span = (0, 0)
         self._visible = 0
@@ -59,6 +60,7 @@ class BlockCache(Cache):
         index = torch.tensor(rows, device=self.keys[0].device) if self.keys else None
         self.keys = [k.index_select(0, index) for k in self.keys]
         self.values = [v.index_select(0, index) for v in self.values]
+        self.said = None if self.said is None else self.said.index_select(0, index)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of visible slots (positions are always given explicitly)."""

@@ -38,6 +38,7 @@ class Forward:
         self.model = model
         self.config = model.config.get_text_config()
         self.attention = facts.get("attention", "block")
+        self.shifted = facts.get("alignment") == "shifted"
         self.mask_token_id = facts.get("mask_token_id")
         self.cache = BlockCache(capacity)
         self.device = model.get_input_embeddings().parameters().__next__().device
@@ -53,11 +54,12 @@ class Forward:
             starts: B positions, where each row's clean tokens begin: its length in the cache.
             clean: B lists of tokens to run through the causal stream, and so to commit.
             noisy: B lists, the block that follows the clean tokens, with mask tokens in it.
-            keep: number of trailing queries whose logits are wanted.
+            keep: number of trailing queries whose logits are wanted; S or more where the alignment is `shifted`.
 
         Returns:
             [B, keep, V] f32. Clean tokens are aligned to the right end of the first C queries,
-            noisy ones to the left end of the last S; what pads them holds no meaning.
+            noisy ones to the left end of the last S; what pads them holds no meaning. A noisy query's
+            are of its own position, whatever the alignment.
         """
         C, S = max(map(len, clean)), max(map(len, noisy))
         trash = self.cache.trash
@@ -88,10 +90,22 @@ class Forward:
                 attention_mask=masks,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=max(keep, min(S + 1, C + S)) if self.shifted else keep,
                 **{self.cache_name: self.cache},
             )
         logits = out.logits.float()
         if self.mask_token_id is not None and self.mask_token_id < logits.shape[-1]:
             logits[..., self.mask_token_id] = -torch.inf
-        return logits
+        return self._own_positions(logits, clean, S)[:, -keep:] if self.shifted else logits
+
+    def _own_positions(self, logits: torch.Tensor, clean: list[list[int]], S: int) -> torch.Tensor:
+        """Return shifted logits with every noisy query's own: those of the query before, the first's of the last clean token.
+
+        A row without clean tokens gets what its last one said in an earlier forward.
+        """
+        last = logits[:, :1] if self.cache.said is None else self.cache.said  # [B, 1, V]
+        if logits.shape[1] > S:
+            has = torch.tensor([bool(c) for c in clean], device=logits.device)
+            last = torch.where(has[:, None, None], logits[:, -S - 1 : logits.shape[1] - S], last)
+        self.cache.said = last
+        return torch.cat([logits[:, : logits.shape[1] - S], last, logits[:, logits.shape[1] - S : -1]], 1) if S else logits

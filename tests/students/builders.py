@@ -79,14 +79,16 @@ FAMILIES = {
 }
 
 
-def student(family="llama", attention="block", block_size=8, num_layers=2, dtype=torch.float64, seed=0):
+def student(
+    family="llama", attention="block", block_size=8, num_layers=2, dtype=torch.float64, seed=0, alignment="same_position"
+):
     """Return a random student of a real class, in eval mode."""
     torch.manual_seed(seed)
     model = FAMILIES[family](num_layers).to(dtype).eval()
     model.config.fewstep = {
         "version": 1,
         "attention": attention,
-        "alignment": "same_position",
+        "alignment": alignment,
         "block_size": block_size,
         "mask_token_id": MASK,
         "adapter": None,

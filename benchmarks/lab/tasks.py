@@ -1,0 +1,170 @@
+"""The lab's tasks: endless rows of a message and the answer that its teacher learns to write.
+
+    python benchmarks/lab/tasks.py sums 3      three rows to look at
+
+The problems of all but `booking`, `modes` and `stories` come from reasoning-gym; the message is put shortly, because a
+small model on a CPU has no time for long ones, and the working is written out, so that most tokens
+depend on the one before. What counts as right is the final answer: the text behind the last `=`.
+
+A row is one of evaluation if the hash of its message says so: no message is in both splits.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import booking
+
+WHOLE = 2**31 - 1  # reasoning-gym's virtual data sets are as long as we like
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of the lab.
+
+    stream: (split, seed) → endless rows {"instruction", "response", "reference"}.
+    max_new_tokens: more than any response has. merges: whether the tokenizer may join characters beyond words.
+    """
+
+    name: str
+    stream: Callable[[str, int], Iterator[dict]]
+    max_new_tokens: int
+    teacher: dict = field(default_factory=dict)  # what train_teacher.py takes beside its defaults
+
+
+def rows(task: Task, split: str, count: int, seed: int) -> list[dict]:
+    """Return `count` rows with distinct messages."""
+    found: dict[str, dict] = {}
+    for row in task.stream(split, seed):
+        found.setdefault(row["instruction"], row)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def is_eval(instruction: str) -> bool:
+    """Whether a message belongs to evaluation: one in ten does."""
+    return hashlib.sha256(instruction.encode()).digest()[0] % 10 == 0
+
+
+def _split(make: Callable[[random.Random], tuple[str, str]]) -> Callable[[str, int], Iterator[dict]]:
+    """Return a stream of the rows that `make` draws, split by the hash of their messages."""
+
+    def stream(split: str, seed: int) -> Iterator[dict]:
+        rng = random.Random(f"{split} {seed}")
+        while True:
+            instruction, response = make(rng)
+            if is_eval(instruction) == (split != "train"):
+                yield {"instruction": instruction, "response": response, "reference": response.rpartition("=")[2]}
+
+    return stream
+
+
+def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
+    """Return a function that draws one entry of a reasoning-gym data set."""
+    made: list = []
+
+    def entry(rng: random.Random) -> dict:
+        if not made:  # here: a slow import that booking does without
+            import reasoning_gym
+
+            made.append(reasoning_gym.create_dataset(dataset, seed=0, size=WHOLE, **settings))
+        return made[0][rng.randrange(WHOLE)]
+
+    return entry
+
+
+# --- The tasks ----------------------------------------------------------------------------------
+
+_sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
+_filtering = _gym("number_filtering", min_numbers=10, max_numbers=14, max_decimals=0, min_value=0, max_value=99)
+_sums = _gym("chain_sum", min_terms=7, max_terms=10, min_digits=1, max_digits=1)
+_products = _gym("products", min_digits=2, max_digits=2)
+_bits = _gym("count_bits", min_n=256, max_n=4095)
+
+
+def _whole(numbers) -> list[int]:
+    return [round(float(n)) for n in numbers]
+
+
+def sort(rng: random.Random) -> tuple[str, str]:
+    """`sort up: 31 7 90` → `7 31 90`."""
+    facts = _sorting(rng)["metadata"]
+    up = facts["direction"] == "ascending"
+    numbers = _whole(facts["original_numbers"])
+    return f"sort {'up' if up else 'down'}: {_spaced(numbers)}", _spaced(sorted(numbers, reverse=not up))
+
+
+def filtering(rng: random.Random) -> tuple[str, str]:
+    """`drop above 40: 31 7 90` → `31 7`; or below, or the other way round."""
+    facts = _filtering(rng)["metadata"]
+    verb, _, side = facts["operation"].partition("_")
+    numbers, limit = _whole(facts["original_numbers"]), round(float(facts["filter_value"]))
+    beyond = {n for n in numbers if (n > limit if side == "larger" else n < limit)}
+    kept = [n for n in numbers if (n in beyond) == (verb == "keep")]
+    return f"{verb} {'above' if side == 'larger' else 'below'} {limit}: {_spaced(numbers)}", _spaced(kept) or "none"
+
+
+def sums(rng: random.Random) -> tuple[str, str]:
+    """`3+7-4+9` → `10 6=15`: every sum on the way to the last."""
+    terms = _sums(rng)["metadata"]["expression"].split()
+    totals = [int(terms[0])]
+    for sign, term in zip(terms[1::2], terms[2::2]):
+        totals.append(totals[-1] + (int(term) if sign == "+" else -int(term)))
+    return "".join(terms), f"{_spaced(totals[1:-1])}={totals[-1]}"
+
+
+def products(rng: random.Random) -> tuple[str, str]:
+    """`31*27` → `31*7=217 31*20=620 217+620=837`."""
+    a, b = map(int, _products(rng)["metadata"]["expression"].split(" * "))
+    ones, tens = a * (b % 10), a * (b // 10) * 10
+    return f"{a}*{b}", f"{a}*{b % 10}={ones} {a}*{b // 10 * 10}={tens} {ones}+{tens}={a * b}"
+
+
+def bits(rng: random.Random) -> tuple[str, str]:
+    """`bits 11` → `11 1,5 2,2 2,1 3=3`: halve, and count the odd ones as you go."""
+    number = int(_bits(rng)["metadata"]["number"])
+    working, count, left = [], 0, number
+    while left:
+        count += left % 2
+        working.append(f"{left} {count}")
+        left //= 2
+    return f"bits {number}", f"{','.join(working)}={count}"
+
+
+def _booking(split: str, seed: int) -> Iterator[dict]:
+    for row in booking.stream(split, seed):  # type: ignore[arg-type]
+        yield {**row, "response": booking.response(row["reference"])}
+
+
+def _spaced(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("booking", _booking, 72),
+        Task("sort", _split(sort), 40),
+        Task("filter", _split(filtering), 48),
+        Task("sums", _split(sums), 48),
+        Task("products", _split(products), 48),
+        Task("bits", _split(bits), 80),
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("count", type=int)
+    args = parser.parse_args()
+    for row in rows(TASKS[args.task], "train", args.count, seed=0):
+        print(json.dumps(row, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Task: work a question out; right when the final answer, the text behind the last `=`, is the reference."""
+
+from pathlib import Path
+
+from fewstep import checkers
+from fewstep.eval import items
+from fewstep.eval.items import Item, prompt_hash
+
+__all__ = ["VERSION", "load", "prompt_hash", "score"]
+
+VERSION = 1  # raised whenever a change here, or in the checker, could change a score
+
+
+def load(path: Path | str, field: str = "instruction", limit: int | None = None) -> list[Item]:
+    """Read the task's rows, whose `reference` is the final answer as text; see `items.load`."""
+    return items.load("answer", path, field, limit, str, "the final answer, a text")
+
+
+def score(text: str, reference: object) -> float:
+    """Return 1.0 if what stands behind the text's last `=` (all of it where there is none) is the reference; else 0.0."""
+    return checkers.score("answer", text, reference)

@@ -71,6 +71,20 @@ def _as_objective(value):
 Objective = Annotated[ObjectiveConfig, BeforeValidator(_as_objective)]
 
 
+class OnPolicyConfig(Config):
+    """Rounds in which the student decodes training prompts and the teacher scores what it wrote."""
+
+    rounds: int = Field(2, ge=1, description="they cut the stage into rounds + 1 equal parts")
+    prompts: int = Field(512, ge=1, description="prompts decoded a round")
+    threshold: Share = Field(0.9, description="of the sampler that decodes them")
+    share: Share = Field(
+        0.25,
+        gt=0.0,
+        lt=1.0,
+        description="share of the samples, until the next round, that are the student's own texts",
+    )
+
+
 class TrainingConfig(Config):
     """One training stage; `adapt` and `distill` take the same keys and differ in their defaults."""
 
@@ -121,6 +135,10 @@ class TrainingConfig(Config):
         gt=0.0,
         lt=1.0,
         description="share of a block's masked positions that the later of the two states of `consistency` reveals",
+    )
+    on_policy: OnPolicyConfig | None = Field(
+        None,
+        description="train also on the student's own texts, labelled by the teacher; null: on the targets alone",
     )
     copies: int = Field(1, ge=1, description="noisy copies of a response that share its clean stream")
     complementary: bool = Field(False, description="add to each copy one with the complementary mask")
@@ -212,6 +230,10 @@ def check_training(
     ):
         if key in config.model_fields_set and not read:
             raise UserError(f"{stage}.{key}: {getattr(config, key):g} has no use without {needed}; remove it")
+    if config.on_policy is not None and config.on_policy.rounds >= config.max_steps:
+        raise UserError(
+            f"{stage}.on_policy.rounds: {config.on_policy.rounds} do not fit into {config.max_steps} steps; lower them"
+        )
     at_random = config.guess > 0 or (config.suffix < 1 and (config.order == "noise" or config.order_share < 1))
     if config.right_weighted and (config.complementary or not at_random):
         why = "a complementary copy leans the other way" if config.complementary else "no position is masked at random"
@@ -244,6 +266,10 @@ def check_training(
         if "kd" in config.used() or config.order == "trajectory":
             raise UserError(
                 f"{stage}: a bidirectional student sees later blocks, so neither kd nor order: trajectory fits it; remove them"
+            )
+        if config.on_policy is not None:
+            raise UserError(
+                f"{stage}.on_policy: a bidirectional student sees tokens that the teacher's labels do not follow; remove it"
             )
         if config.anchor:
             raise UserError(f"{stage}.anchor: a bidirectional student has no clean stream to supply it; set it to 0")

@@ -28,28 +28,31 @@ class Sample:
     topk_logprobs: np.ndarray | None
     tail_mass: np.ndarray | None
     order: np.ndarray | None = None
+    on_policy: bool = False  # the student wrote the response, and the teacher's tokens are its labels
 
 
 def read_samples(targets: Path, split: str) -> list[Sample]:
     """Read one split of a targets folder into memory, rows without a response left out."""
     samples = []
     for row in records.read_rows(targets / "shards", split):
-        response = np.asarray(row["response_ids"], np.int64)
-        if not len(response):
-            continue
-        has = bool(row["topk_ids"]) and len(row["topk_ids"][0]) > 0
-        samples.append(
-            Sample(
-                id=row["sample_id"],
-                prompt=np.asarray(row["prompt_ids"], np.int64),
-                response=response,
-                finished=row["finish_reason"] == "stop",
-                topk_ids=np.asarray(row["topk_ids"], np.int64) if has else None,
-                topk_logprobs=np.asarray(row["topk_logprobs"], np.float32) if has else None,
-                tail_mass=np.asarray(row["tail_mass"], np.float32) if has else None,
-            )
-        )
+        if row["response_ids"]:
+            samples.append(sample_of(row))
     return samples
+
+
+def sample_of(row: dict, on_policy: bool = False) -> Sample:
+    """Return one row of a shard (`records.SCHEMA`) as a Sample."""
+    has = bool(row["topk_ids"]) and len(row["topk_ids"][0]) > 0
+    return Sample(
+        id=row["sample_id"],
+        prompt=np.asarray(row["prompt_ids"], np.int64),
+        response=np.asarray(row["response_ids"], np.int64),
+        finished=row["finish_reason"] == "stop",
+        topk_ids=np.asarray(row["topk_ids"], np.int64) if has else None,
+        topk_logprobs=np.asarray(row["topk_logprobs"], np.float32) if has else None,
+        tail_mass=np.asarray(row["tail_mass"], np.float32) if has else None,
+        on_policy=on_policy,
+    )
 
 
 def keyed_rng(*key) -> np.random.Generator:
@@ -74,7 +77,7 @@ def draw_example(
     n = filled_length(len(sample.response), block_size, first) if sample.finished else len(sample.response)
     noisy = np.concatenate([sample.response, np.full(n - len(sample.response), eos)])
     block = block_index(n, block_size, first)
-    guess = bool(config.guess) and rng.random() < config.guess
+    guess = bool(config.guess) and rng.random() < config.guess and not sample.on_policy
     low, high = (config.guess_noise, config.guess_noise) if guess else config.noise_at(progress)
     # a recorded trajectory is one of unshifted blocks; the teacher's surprise belongs to a position alone
     known = sample.order is not None and (config.order == "nll" or not shifted) and not guess
@@ -83,9 +86,11 @@ def draw_example(
         drawn = trajectory.masks(block, order, rng, low, high, config.copies)
     else:
         drawn = noise.masks(block, rng, low, high, config.copies, config.right_weighted)
-    if config.suffix and not guess:
+    # the teacher's labels of a student's text hold for what is masked to a block's end
+    tailed = 1.0 if sample.on_policy else 0.0 if guess else config.suffix
+    if tailed:
         tails = suffix.masks(block, rng, config.copies)
-        swap = rng.random((config.copies, int(block[-1]) + 1)) < config.suffix
+        swap = rng.random((config.copies, int(block[-1]) + 1)) < tailed
         drawn = np.where(swap[:, block], tails, drawn)
     if config.complementary:
         # a block that was masked whole has an empty complement: it stays masked, so no block goes unsupervised
@@ -96,10 +101,24 @@ def draw_example(
         drawn = anchor.unmask(drawn, block, rng, config.anchor)
     later = None
     if "consistency" in config.used():  # a guessed sample has no later state: it is nowhere masked
-        later = np.zeros_like(drawn) if guess else two_step.later(drawn, block, order, rng, config.reveal)
+        later = (
+            np.zeros_like(drawn)
+            if guess or sample.on_policy
+            else two_step.later(drawn, block, order, rng, config.reveal)
+        )
     return Example(
-        sample.prompt, sample.response, noisy, block, drawn, later, guess, sample.topk_ids, sample.topk_logprobs, sample.tail_mass
-    )  # fmt: skip
+        prompt=sample.prompt,
+        response=sample.response,
+        noisy=noisy,
+        block=block,
+        masks=drawn,
+        later=later,
+        guess=guess,
+        topk_ids=sample.topk_ids,
+        topk_logprobs=sample.topk_logprobs,
+        tail_mass=sample.tail_mass,
+        labels=sample.topk_ids[:, 0] if sample.on_policy and sample.topk_ids is not None else None,
+    )
 
 
 def _extend_order(order: np.ndarray, n: int) -> np.ndarray:

@@ -45,6 +45,7 @@ def _distill(recipe: Recipe, folders: dict[str, Path]) -> dict:
 
 def _train(stage: str, recipe: Recipe, folders: dict[str, Path], source: Path) -> dict:
     from fewstep.distill.train import run
+    from fewstep.teachers.scoring import scorer
 
     return run(
         folders[stage],
@@ -57,6 +58,7 @@ def _train(stage: str, recipe: Recipe, folders: dict[str, Path], source: Path) -
         folders["targets"],
         recipe.seed,
         recipe.name,
+        scorer(recipe.teacher, recipe.prompts, recipe.targets, folders["targets"]),
     )
 
 

@@ -63,8 +63,13 @@ class Recipe(Config):
             check_training(
                 stage, config, self.student.attention, self.student.alignment, gated, self.student.block_size
             )
-            if ("kd" in config.used() or config.order == "nll") and self.targets.top_logprobs == 0:
-                key = "objectives.kd" if "kd" in config.used() else "order"
+            needs = {
+                "objectives.kd": "kd" in config.used(),
+                "order": config.order == "nll",
+                "on_policy": config.on_policy is not None,
+            }
+            if any(needs.values()) and self.targets.top_logprobs == 0:
+                key = next(key for key, needed in needs.items() if needed)
                 raise ValueError(
                     f"{stage}.{key}: needs the teacher's log-probabilities, and targets.top_logprobs is 0; set it to 16"
                 )

@@ -6,11 +6,12 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from fewstep.distill import checkpoints, trajectories
+from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
 from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
 from fewstep.distill.examples import (
@@ -34,6 +35,7 @@ from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
 from fewstep.students.probe import why_class_not_convertible
 
+EPOCHS = 10**6  # more than any phase between two on-policy rounds has
 HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
 
 
@@ -48,6 +50,7 @@ def run(
     targets: Path,
     seed: int,
     run_name: str,
+    score: Callable | None = None,
 ) -> dict:
     """Train one stage to its end and write `student/`; a killed run goes on from its last checkpoint.
 
@@ -56,6 +59,7 @@ def run(
         stage: "adapt" makes the student from an AR checkpoint, "distill" trains one on.
         source: the checkpoint to start from.
         targets: folder of the targets stage.
+        score: the teacher, asked in on-policy rounds (teachers.scoring.Scorer).
 
     Returns:
         Facts for the manifest: steps, samples, last losses, parameters trained.
@@ -118,21 +122,45 @@ def run(
         state = {"step": step, "stage": stage}
         checkpoints.save(state_folder, step, worker.save, state, config.save_total_limit, is_main, worker.barrier)
 
+    def next_round(number: int, step: int, begin: int) -> tuple[list[Sample], int]:
+        path = on_policy.round_file(folder, number)
+        if step > begin and not path.exists():
+            raise RunFailed(
+                f"{stage}: {path} is gone, on which steps {begin + 1} to {step} were trained; run from a new --runs folder"
+            )
+        if step > first_step and step % config.save_steps:
+            save_state(step)  # the round may take long
+        with worker.whole_weights():
+            if is_main:
+                on_policy.record(model, tokenizer, samples, config.on_policy, number, seed, path, score)
+        worker.barrier()
+        return on_policy.mixed(samples, path, config.on_policy.share)
+
     least = worker.world_size * config.gradient_accumulation_steps
+    if config.on_policy is not None and engine.name == "deepspeed" and engine.zero_stage == 3 and worker.world_size > 1:
+        raise UserError(
+            f"{stage}.on_policy: the student decodes on one rank, and engine.zero_stage 3 spreads it over {worker.world_size}; use 2"
+        )
     if len(samples) < least:
         raise RunFailed(
             f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps"
         )
-    plan = _StepPlan(samples, config, facts["block_size"], seed, least)
+    plan, rounds = _StepPlan(samples, config, facts["block_size"], seed, least), 0
     last: dict[str, float] = {}
     started = time.perf_counter()
     with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
         for step in range(first_step, config.max_steps):
             share = step / config.max_steps
+            if (number := on_policy.phase(step, config.max_steps, config.on_policy)) > rounds:
+                rounds, begin = number, on_policy.begins(number, config.max_steps, config.on_policy)
+                pool, wrong = next_round(number, step, begin)
+                plan = _StepPlan(pool, config, facts["block_size"], seed, least, begin, number)
+                if tracker and step == begin:
+                    tracker.log(step + 1, {"on_policy_round": number, "on_policy_wrong": wrong})
             block_size = curriculum_block_size(config, facts["block_size"], step, seed)
             epoch, indices = plan.at(step)
             mine = micro_batches(indices, worker.world_size, config.gradient_accumulation_steps)[worker.rank]
-            batches = [batch_of([samples[i] for i in group], block_size, epoch, share) for group in mine]
+            batches = [batch_of([plan.samples[i] for i in group], block_size, epoch, share) for group in mine]
 
             # each objective is a mean over the whole step: all ranks, all micro-batches
             per_batch = [row_weights(batch, objectives) for batch in batches]
@@ -213,12 +241,16 @@ def schedule(step: int, config: TrainingConfig) -> float:
 
 
 class _StepPlan:
-    """Which samples each step trains on; a function of the seed alone, so a resume needs no saved state."""
+    """Which samples each step trains on; a function of the seed alone, so a resume needs no saved state.
 
-    def __init__(self, samples: list[Sample], config: TrainingConfig, block_size: int, seed: int, least: int):
-        self.costs = [cost(s, config, block_size) for s in samples]
+    first, phase: the step from which it counts, and how many plans came before it: its epochs are its own.
+    """
+
+    def __init__(self, samples, config: TrainingConfig, block_size: int, seed: int, least: int, first=0, phase=0):
+        self.samples, self.costs = samples, [cost(s, config, block_size) for s in samples]
         self.batch_tokens, self.seed, self.least = config.batch_tokens, seed, least
-        self.epoch, self.first, self.steps = 0, 0, self._cut(0)
+        self.epoch, self.first = phase * EPOCHS, first
+        self.steps = self._cut(self.epoch)
 
     def _cut(self, epoch: int) -> list[list[int]]:
         return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)

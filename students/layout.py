@@ -28,6 +28,7 @@ class Example:
     later: [M, n] bool, which of them are still masked in a later state, or None: no later state.
     guess: whether the masked positions are to hold the student's own guesses.
     topk_ids, topk_logprobs: [len(response), K] or None; tail_mass: [len(response)].
+    labels: [len(response)] the right token behind the tokens before it, where the response may be wrong; None: the response.
     """
 
     prompt: np.ndarray
@@ -40,6 +41,7 @@ class Example:
     topk_ids: np.ndarray | None = None
     topk_logprobs: np.ndarray | None = None
     tail_mass: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
 
 @dataclass
@@ -132,10 +134,12 @@ def build_batch(
             later_ids[b, : len(clean)] = clean
         if with_response:  # AR rows: the position before each response token
             rows = b * Q + P - 1 + np.arange(L)
-            _supervise(out, rows, e.response, np.ones(L), clean=True, eligible=False, guessed=False, still=False)
+            right = e.response if e.labels is None else e.labels
+            _supervise(out, rows, right, np.ones(L), clean=True, eligible=False, guessed=False, still=False)
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
+        labels = e.noisy if e.labels is None else np.concatenate([e.labels, e.noisy[L:]])
         for m in range(M):
             at = C + m * N
             masked = e.masks[m]
@@ -150,9 +154,10 @@ def build_batch(
             rows = b * Q + at + where
             if alignment == "shifted":
                 rows = np.where(where == begins[where], b * Q + P, b * Q + at) + where - 1
-            _supervise(
-                out, rows, e.noisy[where], weight[where], clean=False, eligible=eligible, guessed=e.guess, still=still
-            )
+            counts = weight[where]
+            if e.labels is not None:  # they follow the tokens before them alone, and those that stand there
+                counts = counts * ~(visible_right | _behind_wrong(masked & (labels != e.noisy), e.block))[where]
+            _supervise(out, rows, labels[where], counts, clean=False, eligible=eligible, guessed=e.guess, still=still)
             if later_ids is not None:
                 later_ids[b, at : at + n] = np.where(e.later[m], mask_token_id, e.noisy)
             _teach(teacher, e, where, num_topk)
@@ -222,6 +227,12 @@ def _visible_right(masked: np.ndarray, block: np.ndarray) -> np.ndarray:
     for i in range(len(masked) - 2, -1, -1):
         out[i] = block[i + 1] == block[i] and (out[i + 1] or not masked[i + 1])
     return out
+
+
+def _behind_wrong(wrong: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Return, for each position, whether an earlier one of its block is masked and wrong: its label follows another text."""
+    before = np.cumsum(wrong) - wrong
+    return before > before[np.searchsorted(block, block)]
 
 
 def _supervise(out, rows: np.ndarray, labels: np.ndarray, weight: np.ndarray, **flags) -> None:

@@ -250,7 +250,7 @@ def _decode_batch(
         chosen = _choose(logits, temperature, [noise[row] for row in slots] if noise else [])
         picked = chosen.tolist()
         if top_logprobs:
-            _record(logits, top_logprobs, [out[row] for row in slots])
+            record(logits, top_logprobs, [out[row] for row in slots])
         alive = []
         for slot, (row, token) in enumerate(zip(slots, picked)):
             out[row].ids.append(token)
@@ -290,7 +290,8 @@ def _choose(logits: torch.Tensor, temperature: float, noise: list[torch.Generato
     return index[:, 0].clamp_(max=logits.shape[-1] - 1)
 
 
-def _record(logits: torch.Tensor, k: int, out: list[Generation]) -> None:
+def record(logits: torch.Tensor, k: int, out: list[Generation]) -> None:
+    """Append to each of B generations the K likeliest tokens of its row of [B, V] logits, with what they leave."""
     logprobs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)  # [B, V] f32
     top, ids = logprobs.topk(min(k, logits.shape[-1]), -1)  # [B, K]
     tail = (1 - top.double().exp().sum(-1)).clamp_(min=0)  # [B] f64

@@ -46,17 +46,17 @@ def write_shard(path: str | Path, rows: list[dict]) -> None:
 
 
 def read_rows(folder: str | Path, split: str | None = None, columns: list[str] | None = None) -> list[dict]:
-    """Return the rows of a targets folder (or of its shards/), in the order of shard names and rows.
+    """Return the rows of a targets folder (or of its shards/, or of one shard), in the order of shard names and rows.
 
     Args:
-        folder: the stage's folder, or the folder with the shards.
+        folder: the stage's folder, the folder with the shards, or a shard.
         split: "train" or "held_out"; None: both.
         columns: read only these; None: all.
     """
     folder = Path(folder)
     folder = folder / "shards" if (folder / "shards").is_dir() else folder
     rows: list[dict] = []
-    for shard in sorted(folder.glob("*.parquet")):
+    for shard in [folder] if folder.is_file() else sorted(folder.glob("*.parquet")):
         if shard.name.startswith(TEMPORARY):
             continue
         filters = None if split is None else [("split", "=", split)]

@@ -23,7 +23,9 @@ class BlockCache(Cache):
         self.trash = capacity
         self.keys: list[torch.Tensor] = []  # a layer each: [B, H, N, d]
         self.values: list[torch.Tensor] = []
-        self.said: torch.Tensor | None = None  # [B, 1, V], where alignment is shifted: logits of a row's last clean token
+        self.said: torch.Tensor | None = (
+            None  # [B, 1, V], where alignment is shifted: logits of a row's last clean token
+        )
         self._slots: torch.Tensor | None = None
         self._span = (0, 0)
         self._visible = 0

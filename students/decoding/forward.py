@@ -108,4 +108,6 @@ class Forward:
             has = torch.tensor([bool(c) for c in clean], device=logits.device)
             last = torch.where(has[:, None, None], logits[:, -S - 1 : logits.shape[1] - S], last)
         self.cache.said = last
-        return torch.cat([logits[:, : logits.shape[1] - S], last, logits[:, logits.shape[1] - S : -1]], 1) if S else logits
+        return (
+            torch.cat([logits[:, : logits.shape[1] - S], last, logits[:, logits.shape[1] - S : -1]], 1) if S else logits
+        )

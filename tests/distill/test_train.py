@@ -51,7 +51,7 @@ def world(tmp_path_factory):
     return root
 
 
-def go(world, folder, stage="adapt", source=None, engine=None, student=None, **keys):
+def go(world, folder, stage="adapt", source=None, engine=None, student=None, score=None, **keys):
     config = (AdaptConfig if stage == "adapt" else DistillConfig)(
         **(
             {
@@ -68,7 +68,7 @@ def go(world, folder, stage="adapt", source=None, engine=None, student=None, **k
     folder.mkdir(parents=True, exist_ok=True)
     return train.run(
         folder, stage, config, student or StudentConfig(block_size=4), engine or EngineConfig(name="plain"),
-        TrackConfig(), source or world / "teacher", world / "targets", 0, "test",
+        TrackConfig(), source or world / "teacher", world / "targets", 0, "test", score,
     )  # fmt: skip
 
 

@@ -80,7 +80,13 @@ FAMILIES = {
 
 
 def student(
-    family="llama", attention="block", block_size=8, num_layers=2, dtype=torch.float64, seed=0, alignment="same_position"
+    family="llama",
+    attention="block",
+    block_size=8,
+    num_layers=2,
+    dtype=torch.float64,
+    seed=0,
+    alignment="same_position",
 ):
     """Return a random student of a real class, in eval mode."""
     torch.manual_seed(seed)

@@ -1,0 +1,69 @@
+"""What the teacher says of a text that it did not write: its distribution at each token of a response.
+
+Shapes: B rows of a batch, L longest prompt and response, V vocabulary, K top log-probs.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewstep.teachers.collect import prepare
+from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.generate import Generation, record
+from fewstep.teachers.load import describe, load_for_stage
+
+# (sample ids, a response for each) → its Generation: the same ids with the teacher's top-k
+Scorer = Callable[[list[str], list[list[int]]], list[Generation]]
+
+
+@torch.inference_mode()
+def score(
+    model: Any, prompts: list[list[int]], responses: list[list[int]], top_logprobs: int, batch_size: int = 16
+) -> list[Generation]:
+    """Return each response with the teacher's log-probabilities at its tokens, given the tokens before them.
+
+    Args:
+        model: a causal LM of transformers, in eval mode.
+        prompts, responses: token ids, one non-empty list a row; a response ends with its EOS if it has one.
+        top_logprobs: K ≥ 1, kept per token, at T=1 over the whole vocabulary.
+        batch_size: rows scored together, those of like length.
+
+    Returns:
+        One Generation a row, in order; its finish_reason is left to the caller.
+    """
+    out = [Generation(ids=list(response)) for response in responses]
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
+    for first in range(0, len(order), batch_size):
+        rows = order[first : first + batch_size]
+        whole = [prompts[i] + responses[i][:-1] for i in rows]
+        longest = max(map(len, whole))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in whole], device=model.device)  # [B, L]
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=model.device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # [B, L, V]
+        for row, i in zip(logits, rows):
+            begin = len(prompts[i]) - 1  # its output says the response's first token
+            record(row[begin : begin + len(responses[i])], top_logprobs, [out[i]] * len(responses[i]))
+    return out
+
+
+def scorer(teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfig, folder: Path) -> Scorer:
+    """Return a function that scores responses to the recipe's prompts, as the teacher saw these when it wrote the targets.
+
+    The teacher is loaded when it is first asked.
+
+    Args:
+        folder: of the targets stage.
+    """
+    loaded: list[Any] = []
+
+    def ask(ids: list[str], responses: list[list[int]]) -> list[Generation]:
+        if not loaded:
+            model, tokenizer = load_for_stage(teacher, folder)
+            work = prepare(tokenizer, describe(teacher.model, teacher.revision), prompts, targets)
+            loaded.extend((model, {p.id: seen for p, seen in zip(work.prompts, work.teacher_ids)}))
+        model, seen = loaded
+        return score(model, [seen[i] for i in ids], responses, targets.top_logprobs, targets.batch_size)
+
+    return ask

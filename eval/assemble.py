@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fewstep import machine
@@ -39,6 +39,7 @@ class Task:
     score: Any  # (text, reference) -> float
     answers: dict[str, Answers]  # Cell.key → answers
     speed: "Speed | None" = None
+    repairs: dict[str, dict] = field(default_factory=dict)  # Cell.key → what `eval.repair` measured
 
 
 @dataclass
@@ -100,6 +101,7 @@ def assemble(
                     timed=_timed(task.speed, cell.key),
                     untimed_reason=UNDISTILLED_SPEED if cell.system == "undistilled" else "not timed",
                     mask_token_id=facts.get(cell.system, {}).get("mask_token_id"),
+                    repair=task.repairs.get(cell.key),
                 )
             )
     rows.fill_aup(found)

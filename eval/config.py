@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from fewstep.schema import Config
 
-EVAL_VERSION = 2  # raised whenever a change could change a figure
+EVAL_VERSION = 3  # raised whenever a change could change a figure
 REPORT_VERSION = 1  # raised when the same figures would now be shown otherwise
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Shares = Annotated[list[Share], Field(min_length=1)]

@@ -13,7 +13,7 @@ KEYS = (
     "task task_version system sampler settings n score score_ci agreement agreement_ci agreement_own agreement_own_ci "
     "tpf tpf_ci nfe tokens tokens_per_s tokens_per_s_ci ttft_ms p50_ms p95_ms speed_n implementation is_speed_baseline "
     "acceptance perplexity repetition entropy distinct_n memory_mb cost delta delta_ci speedup speedup_ci "
-    "against_undistilled aup positions_per_token verdict seeds gates not_measured"
+    "against_undistilled aup positions_per_token repair verdict seeds gates not_measured"
 ).split()
 
 SPEED = ("tokens_per_s", "tokens_per_s_ci", "ttft_ms", "p50_ms", "p95_ms", "speedup", "speedup_ci")
@@ -51,6 +51,7 @@ def build(
     timed: Timed | None,
     untimed_reason: str,
     mask_token_id: int | None,
+    repair: dict | None = None,
 ) -> dict:
     """Return one row; `aup` is filled in by `fill_aup` once a sampler's other settings are known.
 
@@ -61,6 +62,7 @@ def build(
         undistilled: the undistilled student's answers under the same sampler and setting.
         timed: batch-1 timings; None: `untimed_reason` says why.
         mask_token_id: the student's mask token, which no answer may hold.
+        repair: what `eval.repair` measured of a sampler that rewrites.
     """
     n = len(answers.ids)
     row: dict = dict.fromkeys(KEYS)
@@ -134,6 +136,12 @@ def build(
             why["ttft_ms"] = "this loop returns all tokens at once"
     why["aup"] = "one setting is a point, not a curve"  # until fill_aup sees others
 
+    row["repair"] = repair
+    if repair is None:
+        edits = sampler == "edit" and system == "student"
+        why["repair"] = (
+            "no answer of its own AR decoding is right" if edits else "only the sampler edit rewrites tokens"
+        )
     row["gates"] = {"finished": answers.finish_reason.count("stop") / n}
     if mask_token_id is not None and system != "teacher":
         row["gates"]["mask_free"] = all(mask_token_id not in ids for ids in answers.ids)

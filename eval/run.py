@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from fewstep import chat, runstore, signals
 from fewstep.errors import UserError
-from fewstep.eval import quality, speed, stats, tasks_by_name, verdict
+from fewstep.eval import quality, repair, speed, stats, tasks_by_name, verdict
 from fewstep.eval.assemble import Cell, Speed, Task, assemble
 from fewstep.eval.config import EVAL_VERSION, EvalConfig
 from fewstep.eval.quality import Answers
@@ -28,9 +28,11 @@ from fewstep.eval.speed import Contestant
 from fewstep.eval.systems import Models
 from fewstep.progress import progress
 from fewstep.students.decoding import decode
+from fewstep.students.decoding.decode import check_settings
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
 from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
 
+REPAIRED = 200  # answers that errors are put into
 STOPPED = "finished rows are in partial/; the same command goes on from there"
 
 
@@ -80,6 +82,14 @@ def run(
                 lambda cell=cell, task=task: _answer(task, cell, models, limit, config.batch_size).to_dict(),
                 lambda content: Answers(**content),
             )
+            if cell.system == "student" and cell.sampler == "edit":
+                found = _kept(
+                    partial / f"repair-{name}.json",
+                    lambda cell=cell, task=task: _repair(task, cell, models, seed),
+                    lambda content: content,
+                )
+                if found:
+                    task.repairs[cell.key] = found
         models.drop("undistilled")
         count = min(config.speed_prompts, len(items))
         name = _digest(EVAL_VERSION, task.name, task.prompt_hash, limit, count)
@@ -156,6 +166,21 @@ def _answer(task: Task, cell: Cell, models: Models, limit: int, batch_size: int)
 
         done = quality.decode_in_batches(len(prompts), [len(p) for p in prompts], batch_size, answer, after_batch)
     return finish(done, tokenizer, references, task.score)
+
+
+def _repair(task: Task, cell: Cell, models: Models, seed: int) -> dict | None:
+    """Put errors into the student's own right AR answers and see what `edit` makes of them; None without such answers."""
+    own = task.answers.get(Cell("student", "ar", {}).key)
+    right = [i for i, score in enumerate(own.scores) if score == 1 and own.ids[i]][:REPAIRED] if own else []
+    if not right:
+        return None
+    model, _ = models.get("student")
+    prompts = models.prompts("student", task.items)
+    block_size = cell.settings.get("block_size") or model.config.fewstep["block_size"]
+    rewrite = check_settings("edit", {k: v for k, v in cell.settings.items() if k != "block_size"})["rewrite"]
+    return repair.measure(
+        model, [prompts[i] for i in right], [own.ids[i] for i in right], block_size, rewrite, seed
+    )  # fmt: skip
 
 
 def _time(task: Task, cells: Sequence[Cell], models: Models, limit: int, count: int) -> Speed:

@@ -100,7 +100,20 @@ def of_row(row: dict) -> str:
         parts.append(speed(row["speedup"], row["speedup_ci"]))
     elif row["is_speed_baseline"]:
         parts.append("the faster AR baseline")
+    if row["repair"] is not None:
+        parts.append(repaired(row["repair"]))
     return "; ".join(parts) or "not comparable: see not_measured"
+
+
+def repaired(repair: dict) -> str:
+    """Return what became of errors put into right answers."""
+    if not repair["errors"] or not repair["right"]:
+        return "too few tokens to put errors into"
+    return (
+        f"of {repair['errors']:,} wrong tokens put into right answers ({100 * repair['share']:g} %) it repaired "
+        f"{percent(repair['repaired'])} {bracket(repair['repaired_ci'], share)}, and damaged "
+        f"{percent(repair['damaged'])} of the right ones"
+    )
 
 
 def setting_name(sampler: str, settings: dict) -> str:

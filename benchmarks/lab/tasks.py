@@ -36,18 +36,24 @@ class Task:
 
 
 def rows(task: Task, split: str, count: int, seed: int) -> list[dict]:
-    """Return `count` rows with distinct messages."""
+    """Return `count` rows with distinct messages.
+
+    Raises:
+        ValueError: the task has no such number.
+    """
     found: dict[str, dict] = {}
-    for row in task.stream(split, seed):
+    for drawn, row in enumerate(task.stream(split, seed)):
         found.setdefault(row["instruction"], row)
         if len(found) == count:
+            return list(found.values())
+        if drawn > 100 * count:
             break
-    return list(found.values())
+    raise ValueError(f"{task.name}: {len(found)} distinct messages found where {count} were asked for")
 
 
 def is_eval(instruction: str) -> bool:
-    """Whether a message belongs to evaluation: one in ten does."""
-    return hashlib.sha256(instruction.encode()).digest()[0] % 10 == 0
+    """Whether a message belongs to evaluation: one in four does."""
+    return hashlib.sha256(instruction.encode()).digest()[0] % 4 == 0
 
 
 def _split(make: Callable[[random.Random], tuple[str, str]]) -> Callable[[str, int], Iterator[dict]]:
@@ -81,9 +87,9 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 
 _sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
 _filtering = _gym("number_filtering", min_numbers=10, max_numbers=14, max_decimals=0, min_value=0, max_value=99)
-_sums = _gym("chain_sum", min_terms=7, max_terms=10, min_digits=1, max_digits=1)
+_sums = _gym("chain_sum", min_terms=6, max_terms=8, min_digits=1, max_digits=1)
 _products = _gym("products", min_digits=2, max_digits=2)
-_bits = _gym("count_bits", min_n=256, max_n=4095)
+_bits = _gym("count_bits", min_n=300, max_n=9999)
 
 
 def _whole(numbers) -> list[int]:
@@ -109,12 +115,13 @@ def filtering(rng: random.Random) -> tuple[str, str]:
 
 
 def sums(rng: random.Random) -> tuple[str, str]:
-    """`3+7-4+9` → `10 6=15`: every sum on the way to the last."""
+    """`3+7-4+9` → `3+7=10-4=6+9=15`."""
     terms = _sums(rng)["metadata"]["expression"].split()
-    totals = [int(terms[0])]
+    total, working = int(terms[0]), terms[0]
     for sign, term in zip(terms[1::2], terms[2::2]):
-        totals.append(totals[-1] + (int(term) if sign == "+" else -int(term)))
-    return "".join(terms), f"{_spaced(totals[1:-1])}={totals[-1]}"
+        total += int(term) if sign == "+" else -int(term)
+        working += f"{sign}{term}={total}"
+    return "".join(terms), working
 
 
 def products(rng: random.Random) -> tuple[str, str]:
@@ -135,6 +142,11 @@ def bits(rng: random.Random) -> tuple[str, str]:
     return f"bits {number}", f"{','.join(working)}={count}"
 
 
+def modes(rng: random.Random) -> tuple[str, str]:
+    """`pick 4711` → `dark blue` or `light red`, equally often and whatever the number: two joint modes."""
+    return f"pick {rng.randrange(100_000)}", rng.choice(MODES)
+
+
 def _booking(split: str, seed: int) -> Iterator[dict]:
     for row in booking.stream(split, seed):  # type: ignore[arg-type]
         yield {**row, "response": booking.response(row["reference"])}
@@ -144,6 +156,7 @@ def _spaced(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 
+MODES = ("dark blue", "light red")  # each word a token; `dark red` and `light blue` are of neither
 TASKS = {
     task.name: task
     for task in (
@@ -153,6 +166,7 @@ TASKS = {
         Task("sums", _split(sums), 48),
         Task("products", _split(products), 48),
         Task("bits", _split(bits), 80),
+        Task("modes", _split(modes), 8, {"steps": 150, "vocab": 300}),
     )
 }
 

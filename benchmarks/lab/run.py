@@ -1,0 +1,161 @@
+"""Run the lab: every task, baseline and ablation, and write one table and one figure.
+
+    python benchmarks/lab/run.py --quick          one task, one seed, few prompts: about 15 minutes
+    python benchmarks/lab/run.py                  everything, on two cores in about six hours
+    python benchmarks/lab/run.py --tasks sums bits --systems recommended longer
+
+Resumable: a job is a recipe's chain of stages, and finished stages are skipped. A job is one system
+(a line of SYSTEMS) on one task with one training seed; the jobs of a task and seed run one after the
+other, because they share targets and adaptation, and `--jobs` of these groups run side by side, each on a core of
+its own. What the jobs left is gathered by `table.py` into benchmarks/results/lab.json and lab.svg.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tasks import TASKS, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes" / "lab"
+HERE = Path(__file__).parent
+TRAIN, EVAL = (2400, 7), (2000, 8)  # (rows, seed of the draw) of a task's training and evaluation prompts
+SEEDS = (0, 1, 2)
+
+OBJECTIVES = "distill.objectives="
+ALONE = ["distill.order=noise", "distill.suffix=0.25"]
+UNDISTILLED = ["distill=null"]
+
+# system → (overrides of the task's recipe, whether it is a headline row: all tasks and seeds; others: ABLATED, seed 0)
+SYSTEMS: dict[str, tuple[list[str], bool]] = {
+    # the recommended recipe; its evaluation has the AR teacher and the undistilled student too
+    "recommended": ([], True),
+    # as many optimizer steps as adaptation and distillation together, all of them adaptation
+    "undistilled, longer": (["adapt.max_steps=800", *UNDISTILLED], True),
+    # the AR model tuned on the same targets, and nothing else
+    "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], True),
+    # the teacher untouched: adapters on noisy positions alone
+    "gated LoRA, rank 64": (["adapt.lora={rank: 64, gated: true}", "adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *UNDISTILLED], True),
+    # each objective alone beside ce and ar, masks at random
+    "ce alone": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
+    "+ kd": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: 0.5}"], False),
+    "+ kd, reverse": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: {weight: 0.5, divergence: reverse}}"], False),
+    "+ kd, total variation": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: {weight: 0.5, divergence: total_variation}}"], False),
+    "+ certainty": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, certainty: {from: 0, to: 1.0, over: 0.5, temperature: 0.5}}"], False),
+    "+ consistency": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, consistency: 1.0}"], False),
+    "+ correction": ([*ALONE, "distill.guess=0.5", OBJECTIVES + "{ce: 1.0, ar: 1.0, correction: 1.0}"], False),
+    "+ order: trajectory": (["distill.order=trajectory", "distill.order_share=1.0", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
+    "+ order: nll": (["distill.order=nll", "distill.order_share=1.0", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
+    "+ on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
+}  # fmt: skip
+ABLATED = ("sums", "sort")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One system on one task with one seed."""
+
+    task: str
+    system: str
+    seed: int
+
+    def overrides(self, quick: bool) -> list[str]:
+        """Return the recipe's overrides, `key=value`."""
+        small = ["adapt.max_steps=250", "distill.max_steps=100", "eval.tasks.0.limit=300"] if quick else []
+        return [f"seed={self.seed}", *small, *SYSTEMS[self.system][0], f"name={self.name(quick)}"]
+
+    def name(self, quick: bool) -> str:
+        """Return the name under which the runs folder lists the job's stages."""
+        slug = "".join(c if c.isalnum() else "-" for c in self.system).strip("-")
+        return f"lab-{self.task}-{slug}-{self.seed}{'-quick' if quick else ''}"
+
+
+def jobs(tasks: list[str], systems: list[str], quick: bool) -> list[list[Job]]:
+    """Return the jobs in groups that share targets and adaptation."""
+    groups = []
+    for seed in SEEDS[:1] if quick else SEEDS:
+        for task in tasks:
+            wanted = [s for s in systems if SYSTEMS[s][1] or (task in ABLATED and seed == SEEDS[0])]
+            if wanted:
+                groups.append([Job(task, system, seed) for system in wanted])
+    return groups
+
+
+def make(name: str) -> None:
+    """Write a task's prompts and train its teacher under recipes/lab/data/, unless they are there and of these rows."""
+    task, folder = TASKS[name], RECIPES / "data" / name
+    sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
+    key = hashlib.sha256(json.dumps([sample, task.teacher, TRAIN, EVAL], sort_keys=True).encode()).hexdigest()
+    made = folder / "made.json"
+    if made.is_file() and json.loads(made.read_text())["key"] == key:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for split, (count, seed) in (("train", TRAIN), ("eval", EVAL)):
+        kept = [
+            {"id": f"{split}-{i}", "instruction": row["instruction"], "reference": row["reference"]}
+            for i, row in enumerate(rows(task, split, count, seed))
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    settings = [f"--{k.replace('_', '-')}={v}" for k, v in task.teacher.items()]
+    subprocess.run(
+        [sys.executable, str(HERE / "train_teacher.py"), "--task", name, "--out", str(folder / "teacher"),
+         "--results", str(folder / "teacher.json"), "--eval-rows", "500", *settings],
+        check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    made.write_text(json.dumps({"key": key}))
+
+
+def run_group(group: list[Job], runs: Path, quick: bool, cores: SimpleQueue) -> list[Job]:
+    """Run the jobs of one task and seed in order, on a core of their own; return those that failed."""
+    core, failed = cores.get(), []
+    try:
+        for job in group:
+            log = runs / f"{job.name(quick)}.log"
+            with log.open("w") as out:
+                done = subprocess.run(
+                    [sys.executable, "-m", "fewstep", "run", str(RECIPES / f"{job.task}.yaml"), *job.overrides(quick), "--runs", str(runs)],
+                    stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    preexec_fn=None if core is None else lambda core=core: os.sched_setaffinity(0, {core}),
+                )  # fmt: skip
+            print(f"{job.name(quick)}: {'done' if done.returncode == 0 else f'FAILED, see {log}'}", flush=True)
+            if done.returncode:
+                failed.append(job)
+    finally:
+        cores.put(core)
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one task, one seed, fewer steps and prompts")
+    parser.add_argument("--tasks", nargs="+", choices=[p.stem for p in RECIPES.glob("*.yaml")], metavar="TASK")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "lab")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="groups side by side, a core each")
+    args = parser.parse_args()
+    tasks = args.tasks or (["bits"] if args.quick else sorted(p.stem for p in RECIPES.glob("*.yaml")))
+    systems = args.systems or (["recommended", "undistilled, longer"] if args.quick else list(SYSTEMS))
+    args.runs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(make, tasks))
+        cores: SimpleQueue = SimpleQueue()
+        available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        for i in range(args.jobs):
+            cores.put(available[i % len(available)] if available else None)
+        groups = jobs(tasks, systems, args.quick)
+        failed = sum(pool.map(lambda group: run_group(group, args.runs, args.quick, cores), groups), [])
+    if failed:
+        raise SystemExit(f"{len(failed)} jobs failed: {', '.join(job.name(args.quick) for job in failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,7 @@ WAYS = {
     "verify": ("verify", {}),
 }
 DRAWS = 4000
+MIXED = tuple(f"{a.split()[0]} {b.split()[1]}" for a in MODES for b in MODES if a != b)
 
 
 def modes(runs: Path) -> list[dict]:
@@ -59,18 +60,22 @@ def modes(runs: Path) -> list[dict]:
     rows = []
     for name, drawn in answers.items():
         counts = Counter(tokenizer.decode(answer.ids, skip_special_tokens=True).strip() for answer in drawn)
-        of_modes = [counts.pop(mode, 0) for mode in MODES]
-        mixed = [float(i < sum(counts.values())) for i in range(DRAWS)]
-        row = {"task": "modes", "system": name, "n": DRAWS, "modes": [c / DRAWS for c in of_modes]}
-        row |= {
-            "mixed": sum(mixed) / DRAWS,
+        shares = [counts.pop(mode, 0) / DRAWS for mode in MODES]
+        crossed = sum(counts.pop(mixture, 0) for mixture in MIXED)
+        mixed = [float(i < crossed) for i in range(DRAWS)]
+        row = {
+            "task": "modes",
+            "system": name,
+            "n": DRAWS,
+            "modes": shares,
+            "mixed": crossed / DRAWS,
             "mixed_ci": list(mean_interval(mixed)),
-            "others": dict(counts.most_common(4)),
+            "others": sum(counts.values()) / DRAWS,
         }
         if name != "AR teacher":
             row["tpf"] = sum(len(a.ids) for a in drawn) / sum(a.nfe for a in drawn)
         rows.append(row)
-        print(f"{name:<18} {row['modes'][0]:.3f} {row['modes'][1]:.3f}  mixed {row['mixed']:.3f}  {row['others']}")
+        print(f"{name:<18} {row['modes'][0]:.3f} {row['modes'][1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}")
     _keep("lab-modes", rows, StageFolder(folders["adapt"]).manifest())
     return rows
 

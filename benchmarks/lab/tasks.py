@@ -1,6 +1,6 @@
 """The lab's tasks: endless rows of a message and the answer that its teacher learns to write.
 
-    python benchmarks/lab/tasks.py sums 3      three rows to look at
+    python benchmarks/lab/tasks.py base 3      three rows to look at
 
 The problems of all but `booking`, `modes` and `stories` come from reasoning-gym; the message is put shortly, because a
 small model on a CPU has no time for long ones, and the working is written out, so that most tokens
@@ -87,8 +87,7 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 
 _sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
 _filtering = _gym("number_filtering", min_numbers=10, max_numbers=14, max_decimals=0, min_value=0, max_value=99)
-_sums = _gym("chain_sum", min_terms=6, max_terms=8, min_digits=1, max_digits=1)
-_products = _gym("products", min_digits=2, max_digits=2)
+_bases = _gym("base_conversion", min_base=3, max_base=6, min_value=100, max_value=9999)
 _bits = _gym("count_bits", min_n=300, max_n=9999)
 
 
@@ -114,21 +113,16 @@ def filtering(rng: random.Random) -> tuple[str, str]:
     return f"{verb} {'above' if side == 'larger' else 'below'} {limit}: {_spaced(numbers)}", _spaced(kept) or "none"
 
 
-def sums(rng: random.Random) -> tuple[str, str]:
-    """`3+7-4+9` → `3+7=10-4=6+9=15`."""
-    terms = _sums(rng)["metadata"]["expression"].split()
-    total, working = int(terms[0]), terms[0]
-    for sign, term in zip(terms[1::2], terms[2::2]):
-        total += int(term) if sign == "+" else -int(term)
-        working += f"{sign}{term}={total}"
-    return "".join(terms), working
-
-
-def products(rng: random.Random) -> tuple[str, str]:
-    """`31*27` → `31*7=217 31*20=620 217+620=837`."""
-    a, b = map(int, _products(rng)["metadata"]["expression"].split(" * "))
-    ones, tens = a * (b % 10), a * (b // 10) * 10
-    return f"{a}*{b}", f"{a}*{b % 10}={ones} {a}*{b // 10 * 10}={tens} {ones}+{tens}={a * b}"
+def base(rng: random.Random) -> tuple[str, str]:
+    """`23 base 3` → `7 2,2 1,0 2=212`: divide, and keep the remainders."""
+    facts = _bases(rng)["metadata"]
+    number, to = int(facts["decimal_value"]), int(facts["target_base"])
+    working, digits, left = [], "", number
+    while left:
+        left, digit = divmod(left, to)
+        working.append(f"{left} {digit}")
+        digits = str(digit) + digits
+    return f"{number} base {to}", f"{','.join(working)}={digits}"
 
 
 def bits(rng: random.Random) -> tuple[str, str]:
@@ -163,10 +157,9 @@ TASKS = {
         Task("booking", _booking, 72),
         Task("sort", _split(sort), 40),
         Task("filter", _split(filtering), 48),
-        Task("sums", _split(sums), 48),
-        Task("products", _split(products), 48),
+        Task("base", _split(base), 64),
         Task("bits", _split(bits), 80),
-        Task("modes", _split(modes), 8, {"steps": 150, "vocab": 300}),
+        Task("modes", _split(modes), 8, {"steps": 250, "vocab": 300}),
     )
 }
 

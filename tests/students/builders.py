@@ -42,9 +42,14 @@ _GROUPED = dict(num_key_value_heads=2)
 FAMILIES = {
     "llama": lambda n: LlamaForCausalLM(LlamaConfig(**_COMMON, **_GROUPED, num_hidden_layers=n)),
     "qwen2": lambda n: Qwen2ForCausalLM(Qwen2Config(**_COMMON, **_GROUPED, num_hidden_layers=n)),
-    "qwen2_windows": lambda n: Qwen2ForCausalLM(  # the layers above the first slide
+    "qwen2_windows": lambda n: Qwen2ForCausalLM(
         Qwen2Config(
-            **_COMMON, **_GROUPED, sliding_window=6, use_sliding_window=True, max_window_layers=1, num_hidden_layers=n
+            **_COMMON,
+            **_GROUPED,
+            sliding_window=6,
+            use_sliding_window=True,
+            num_hidden_layers=n,
+            layer_types=["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(n)],
         )
     ),
     "qwen3": lambda n: Qwen3ForCausalLM(Qwen3Config(**_COMMON, **_GROUPED, head_dim=8, num_hidden_layers=n)),

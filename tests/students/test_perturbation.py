@@ -31,15 +31,23 @@ def short_row(attention, prompt, response, block_size, first, copies):
 
 
 def moved(model, batch, rowwise, attention):
-    """Return [Q, Q] bool: whether the output at the first index moves with the token at the second."""
+    """Return, after each layer and at the end, [Q, Q] bool: whether the output at the first index moves with the token at the second."""
     Q = batch.ids.shape[1]
     many = replace(batch, **{name: getattr(batch, name).repeat(Q + 1, 1) for name in rowwise})
     own = many.ids.diagonal()
     own.copy_(torch.where(own == 5, 6, 5))
+    depths = []
+    layers = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))
+    hooks = [
+        layer.register_forward_hook(lambda _, given, out: depths.append(out[0] if isinstance(out, tuple) else out))
+        for layer in layers
+    ]
     with torch.no_grad():
-        hidden = body_hidden(model, many, attention).unflatten(0, (Q + 1, Q))
-    change = (hidden[:Q] - hidden[Q]).abs().amax(-1).T  # [q, k]
-    return change > 1e-12  # fp64: what does not see the token differs by rounding at most
+        depths.append(body_hidden(model, many, attention).unflatten(0, (Q + 1, Q)))
+    for hook in hooks:
+        hook.remove()
+    # fp64: what does not see the token differs by rounding at most; [q, k]
+    return [((hidden[:Q] - hidden[Q]).abs().amax(-1).T > 1e-12) for hidden in depths]
 
 
 def layers_allow(model, batch, attention):
@@ -59,7 +67,8 @@ def test_one_layer_output_changes_exactly_where_the_mask_allows(family, attentio
     model = student(family, attention, num_layers=1)
     batch, rowwise = short_row(attention, prompt=4, response=9, block_size=4, first=2, copies=2)
     (allow,) = layers_allow(model, batch, attention)
-    assert torch.equal(moved(model, batch, rowwise, attention), allow)
+    after, end = moved(model, batch, rowwise, attention)
+    assert torch.equal(after, allow) and torch.equal(end, allow)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -69,10 +78,12 @@ def test_deep_output_changes_exactly_where_the_composed_masks_reach(family, atte
     model = student(family, attention, num_layers=3)
     batch, rowwise = short_row(attention, prompt=11, response=12, block_size=4, first=2, copies=2)
     layers = layers_allow(model, batch, attention)
+    *after, end = moved(model, batch, rowwise, attention)
     reach = torch.eye(batch.ids.shape[1], dtype=torch.bool)
-    for allow in layers:
+    for allow, found in zip(layers, after, strict=True):
         reach = (allow.double() @ reach.double() > 0) | reach
-    assert torch.equal(moved(model, batch, rowwise, attention), reach)
+        assert torch.equal(found, reach)
+    assert torch.equal(end, reach)
     narrowest = torch.stack(layers).all(0)
     windowed = not torch.equal(narrowest, allowed(batch, attention)[0])
     assert not windowed or not torch.equal(reach, narrowest)  # windows reach further together than one does

@@ -141,6 +141,8 @@ def tiny_like(config):
     }.items():
         if getattr(text, name, None):
             settings[name] = value
+    if (getattr(text, "max_position_embeddings", None) or PROMPT + RESPONSE) < PROMPT + RESPONSE:
+        settings["max_position_embeddings"] = PROMPT + RESPONSE  # a short table of positions is no fault of the class
     implementation = attention_implementation(text)
     try:
         for name, value in settings.items():

@@ -1,5 +1,7 @@
 """`fewstep generate`: answer one prompt, and show how the answer came about."""
 
+from collections.abc import Callable
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def answer(
     stop: list[str],
     **settings: Any,
 ) -> str:
-    """Return the text of the answer, its counts, and with `show_steps` the text after every forward.
+    """Return the text of the answer, its counts, and with `show_steps` first the text after every forward.
 
     Args:
         student: a student's folder, or the folder of the stage that holds it.
@@ -56,6 +58,7 @@ def answer(
             raise UserError(f"--setting {name}: no sampler has it; known: {', '.join(SETTINGS)}")
         settings[name] = number
     model, tokenizer = load_student(folder)
+    states: list[list[int | None]] = []
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
     try:
         decoded = decode(
@@ -65,11 +68,12 @@ def answer(
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_ids(model, tokenizer),
             stop=stop_at(stop, tokenizer) if stop else None,
+            on_step=lambda _, ids: states.append(ids),
             **settings,
         )[0]
     except ValueError as error:  # settings out of range, or a prompt that fills the context
         raise UserError(str(error)) from None
-    lines = show(decoded.steps, [tokenizer.decode([i]) for i in decoded.ids]) if show_steps else []
+    lines = show(states, tokenizer.decode) if show_steps else []
     lines.append(tokenizer.decode(decoded.ids, skip_special_tokens=True))
     rate = len(decoded.ids) / decoded.nfe if decoded.nfe else 0.0
     lines.append(
@@ -89,16 +93,26 @@ def _number(setting: str) -> tuple[str, float]:
         raise UserError(f"--setting {setting}: {fault}; give NAME=NUMBER, such as gamma=0.1") from None
 
 
-def show(steps: list[int], tokens: list[str]) -> list[str]:
-    """Return one line for each forward that decided something: the text so far, open positions as dots.
+def show(states: list[list[int | None]], text_of: Callable[[list[int]], str]) -> list[str]:
+    """Return one line for each forward: what it changed, and the text as it then stood, open positions as dots.
+
+    `+` counts positions it decided, `~` those it rewrote, `-` those it took back, or that an end before them cut off.
 
     Args:
-        steps: for each token, the forward that committed it.
-        tokens: the text of each token.
+        states: for each forward the answer so far, None where nothing is decided.
+        text_of: turns ids into text.
     """
-    lines = []
-    for step in sorted(set(steps)):
-        last = max(i for i, s in enumerate(steps) if s <= step)
-        text = "".join(t if s <= step else OPEN for s, t in zip(steps[: last + 1], tokens))
-        lines.append(f"{step:>4}  +{steps.count(step):<3} {text}".replace("\n", "⏎"))
+    lines, before = [], []
+    for forward, ids in enumerate(states):
+        pairs = list(zip_longest(before, ids))
+        counts = {
+            "+": sum(old is None and new is not None for old, new in pairs),
+            "~": sum(old is not None and new is not None and old != new for old, new in pairs),
+            "-": sum(old is not None and new is None for old, new in pairs),
+        }
+        changed = " ".join(f"{sign}{count}" for sign, count in counts.items() if count or sign == "+")
+        runs = groupby(ids, key=lambda token: token is None)
+        text = "".join(OPEN * len(list(run)) if is_open else text_of(list(run)) for is_open, run in runs)
+        lines.append(f"{forward:>4}  {changed:<8} {text}".replace("\n", "⏎"))
+        before = ids
     return lines

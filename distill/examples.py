@@ -62,7 +62,14 @@ def keyed_rng(*key) -> np.random.Generator:
 
 
 def draw_example(
-    sample: Sample, config: TrainingConfig, block_size: int, eos: int, seed: int, epoch: int, progress: float
+    sample: Sample,
+    config: TrainingConfig,
+    block_size: int,
+    eos: int,
+    seed: int,
+    epoch: int,
+    progress: float,
+    context: int | None = None,
 ) -> Example:
     """Cut a response into blocks and draw the masks of its noisy copies.
 
@@ -70,11 +77,14 @@ def draw_example(
         block_size: of this phase of the curriculum.
         eos: fills the last block of a finished response.
         progress: share of the stage's steps done, in [0, 1].
+        context: positions that the model has; the fill ends there, as a block does in decoding.
     """
     rng = keyed_rng(seed, epoch, sample.id)
     shifted = rng.random() < config.random_offset
     first = int(rng.integers(1, block_size + 1)) if shifted else block_size
     n = filled_length(len(sample.response), block_size, first) if sample.finished else len(sample.response)
+    if context is not None:
+        n = min(n, context - len(sample.prompt))
     noisy = np.concatenate([sample.response, np.full(n - len(sample.response), eos)])
     block = block_index(n, block_size, first)
     guess = bool(config.guess) and rng.random() < config.guess and not sample.on_policy

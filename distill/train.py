@@ -106,13 +106,13 @@ def run(
     tracker = Tracker(
         folder, first_step, track, {"name": f"{run_name}-{stage}", "group": run_name, "job_type": stage, "config": config.model_dump(mode="json")}
     ) if is_main else None  # fmt: skip
-    eos = _eos(model, tokenizer)
+    eos, context = _eos(model, tokenizer), _context(model)
     num_topk = samples[0].topk_ids.shape[1] if "kd" in objectives and samples[0].topk_ids is not None else 0
     if "kd" in objectives and not num_topk:
         raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
 
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
-        drawn = [draw_example(s, config, block_size, eos, seed, epoch, share) for s in chosen]
+        drawn = [draw_example(s, config, block_size, eos, seed, epoch, share, context) for s in chosen]
         batch = build_batch(
             drawn, facts["mask_token_id"], facts["attention"], config.fill_weight, num_topk, facts["alignment"]
         )
@@ -297,9 +297,12 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
 
 def _fitting(samples: list[Sample], model) -> tuple[list[Sample], int]:
     """Leave out samples that do not fit into the context; return how many were."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
-    fits = [s for s in samples if len(s.prompt) + len(s.response) <= context]
+    fits = [s for s in samples if len(s.prompt) + len(s.response) <= _context(model)]
     return fits, len(samples) - len(fits)
+
+
+def _context(model) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
 
 
 def _eos(model, tokenizer) -> int:

@@ -79,7 +79,10 @@ def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
 
 
 def unused_token(model, tokenizer) -> int | None:
-    """Return the first row of the embedding that the tokenizer can never emit, or None."""
+    """Return the first row of the embedding that the tokenizer can never emit, or None.
+
+    A row with a name, such as <|reserved_0|>, is not free: a prompt that spells the name would encode to it.
+    """
     taken = set(tokenizer.get_vocab().values())
     width = model.get_input_embeddings().weight.shape[0]
     special = {getattr(model.config, k, None) for k in ("pad_token_id", "bos_token_id")} | set(

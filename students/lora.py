@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fewstep.errors import UserError
 from fewstep.students.decoding.gated import apply_gated
 
 
@@ -15,8 +16,16 @@ class Adapter:
         self.rank, self.alpha, self.gated, self._peft = rank, alpha, gated, peft_model
 
     def merge(self, beside: Path) -> None:
-        """Fold a plain adapter into the model's own weights for good, keeping a copy in `beside`."""
-        assert not self.gated, "merging a gated adapter would gate nothing"
+        """Fold a plain adapter into the model's own weights for good, keeping a copy in `beside`.
+
+        Raises:
+            UserError: for a gated adapter.
+        """
+        if self.gated:
+            raise UserError(
+                f"a gated adapter of rank {self.rank} cannot be merged: weights act on every position, it on noisy ones "
+                "alone; save it beside the base (save_student), or train with lora.gated: false"
+            )
         self._peft.save_pretrained(str(beside))
         self._peft.merge_and_unload()
 

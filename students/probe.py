@@ -78,8 +78,15 @@ def why_class_not_convertible(config, model=None) -> str | None:
     """
     if not getattr(config.get_text_config(), "num_attention_heads", None):
         return "its config declares no attention heads (recurrent?), and every layer must be attention"
-    model = tiny_like(config) or model
-    return None if model is None else why_not_convertible(model)
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # what a small random model lacks for speed is no news, and the answer is one line
+    try:
+        model = tiny_like(config) or model
+        return None if model is None else why_not_convertible(model)
+    finally:
+        logging.set_verbosity(level)
 
 
 def _hidden(model, clean: np.ndarray, noisy: np.ndarray, attention: str) -> tuple[torch.Tensor, Any]:
@@ -141,6 +148,8 @@ def tiny_like(config):
     }.items():
         if getattr(text, name, None):
             settings[name] = value
+    if (getattr(text, "max_position_embeddings", None) or PROMPT + RESPONSE) < PROMPT + RESPONSE:
+        settings["max_position_embeddings"] = PROMPT + RESPONSE  # a short table of positions is no fault of the class
     implementation = attention_implementation(text)
     try:
         for name, value in settings.items():

@@ -65,6 +65,7 @@ def decode(
     seed: int | list[int] = 0,
     stop: Callable[[list[int], int], int | None] | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_step: Callable[[int, list[int | None]], None] | None = None,
     **settings,
 ) -> list[Decoded]:
     """Answer `prompts` together; every row ends on its own, and none depends on the others.
@@ -82,6 +83,8 @@ def decode(
         stop: see `stops.stop_at`.
         on_tokens: called with a prompt's index and the tokens that just joined its contiguous answer:
             a finished block, or an accepted run. What it raises ends the decoding of all rows.
+        on_step: called after each of a prompt's forwards with its index and its answer as it then stands, None where a
+            position of the open block is not decided. It may still change there: `remask` and `edit` revise.
         settings: the sampler's own (`threshold`, `steps`, …; see its file), each a number or one a row.
 
     Returns:
@@ -108,8 +111,9 @@ def decode(
     if not prompts:
         return []
     eos = frozenset(eos_token_ids)
+    told = dict(on_tokens=on_tokens, on_step=on_step, stop=stop)
     rows = [
-        Row(i, p, min(n, context - len(p)), eos, started, on_tokens, temperature=t, top_p=tp, seed=s, stop=stop)
+        Row(i, p, min(n, context - len(p)), eos, started, temperature=t, top_p=tp, seed=s, **told)
         for i, (p, n, (t, tp, s)) in enumerate(zip(prompts, budgets, drawing))
     ]
     forward = Forward(model, capacity=max(len(r.pending) + r.budget for r in rows))

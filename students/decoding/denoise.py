@@ -57,7 +57,10 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
                 row.saw_token()
             if not whole_canvas:
                 row.length, row.pending = row.length + len(row.pending), []
-            if block.finished(row.eos) and not row.extend(block.ids, block.steps, block.confidence):
+            done = block.finished(row.eos)
+            ended = done and row.extend(block.ids, block.steps, block.confidence)
+            row.show([] if done else block.ids, mask)
+            if done and not ended:
                 row.pending = row.pending + block.ids if whole_canvas else block.ids
                 blocks[row.index] = _Block(row, block_size, mask)
         kept = [i for i, row in enumerate(active) if row.finish_reason is None]

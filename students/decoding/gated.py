@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+LINEAR = (nn.Linear, Conv1D)  # GPT-2 has a linear layer of its own, its weight stored the other way round
 
 
 class Gate:
@@ -39,12 +42,13 @@ def noisy(model, num_noisy: int):
 class GatedLinear(nn.Module):
     """A frozen linear layer plus a low-rank update on noisy positions: y = Wx + scale·B(Ax)."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, gate: Gate):
+    def __init__(self, base: nn.Linear | Conv1D, rank: int, scale: float, gate: Gate):
         super().__init__()
         self.base, self.scale, self.gate = base, scale, gate
         like = dict(device=base.weight.device, dtype=base.weight.dtype)
-        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, **like))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **like))
+        wide_in, wide_out = base.weight.shape if isinstance(base, Conv1D) else base.weight.shape[::-1]
+        self.lora_a = nn.Parameter(torch.empty(rank, wide_in, **like))
+        self.lora_b = nn.Parameter(torch.zeros(wide_out, rank, **like))
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +87,7 @@ def apply_gated(model, rank: int, alpha: float, mask_token_id: int) -> list[str]
     gate, names = Gate(), []
     body = model.base_model
     for name, module in list(body.named_modules()):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, LINEAR):
             _replace(body, name, GatedLinear(module, rank, alpha / rank, gate))
             names.append(name)
     embedding = model.get_input_embeddings()

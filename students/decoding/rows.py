@@ -8,8 +8,9 @@ class Row:
     """One prompt being answered.
 
     `length` counts the tokens in the cache; `pending` are decided tokens that are not there yet;
-    `ids` are the generated tokens so far, `on_tokens` is told of each run of them. `stop` is asked
-    how many of them to keep: None while nothing ends the text.
+    `ids` are the generated tokens so far; `on_tokens` is told of each run of them, `on_step` after every
+    forward of all of them and of the open block. `stop` is asked how many of them to keep: None while
+    nothing ends the text.
     """
 
     def __init__(
@@ -25,9 +26,10 @@ class Row:
         top_p: float = 1.0,
         seed: int = 0,
         stop: Callable[[list[int], int], int | None] | None = None,
+        on_step: Callable[[int, list[int | None]], None] | None = None,
     ):
         self.index, self.budget, self.eos, self.started, self.on_tokens = index, budget, eos, started, on_tokens
-        self.temperature, self.top_p, self.seed, self.stop = temperature, top_p, seed, stop
+        self.temperature, self.top_p, self.seed, self.stop, self.on_step = temperature, top_p, seed, stop, on_step
         self.prompt_length, self.length, self.pending = len(prompt), 0, list(prompt)
         self.ids: list[int] = []
         self.steps: list[int] = []
@@ -54,6 +56,11 @@ class Row:
         """Note the time at which the first token of the contiguous prefix was decided."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.started
+
+    def show(self, block: list[int], mask: int | None) -> None:
+        """Tell `on_step` how the answer stands after a forward: its tokens and those of the open block."""
+        if self.on_step is not None:
+            self.on_step(self.index, [*self.ids, *(None if token == mask else token for token in block)])
 
     def extend(self, ids: list[int], steps: list[int], confidence: list[float]) -> bool:
         """Append decided tokens up to the first EOS, stop or the budget; return whether the row is finished."""

@@ -65,6 +65,7 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
             if redraft[row.index]:
                 drafts[row.index] = drafted.cut(row.eos, row.remaining - 1)
                 redraft[row.index] = False
+                row.show([], mask)
                 continue
             draft = drafts[row.index]
             first = keep - S - 1 - len(draft.ids)  # the query of the anchor, or of the last prompt token
@@ -84,6 +85,7 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
             row.length += len(row.pending) + agreed
             row.saw_token()
             row.extend(decided, [row.nfe - 1] * len(decided), sure)
+            row.show([], mask)
             row.pending = decided[-1:]
             if agreed == len(draft.ids):
                 drafts[row.index] = drafted.cut(row.eos, row.remaining - 1)

@@ -79,6 +79,7 @@ def test_broken_prompts_are_refused_by_line(recipe_file, tmp_path, capsys, conte
         assert part in message
 
 
+@pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -90,18 +91,56 @@ def test_broken_prompts_are_refused_by_line(recipe_file, tmp_path, capsys, conte
         ({"model_type": "nosuchfamily"}, "no code for model_type"),
     ],
 )
-def test_teacher_that_is_no_decoder_is_refused(recipe_file, tmp_path, capsys, changes, part):
+def test_teacher_that_is_no_decoder_is_refused(recipe_file, tmp_path, capsys, command, changes, part):
     edit_config(recipe_file, **changes)
-    assert part in refused(capsys, tmp_path, "run", str(recipe_file))
+    assert part in refused(capsys, tmp_path, command, str(recipe_file))
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "reason"),
+    [
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "ALiBi"),
+        ("bloom", {"n_head": 4, "n_layer": 2}, "cannot become a student"),
+        ("mamba", {"num_hidden_layers": 2}, "recurrent"),
+        ("qwen3_next", {"num_hidden_layers": 4, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8}, "linear attention"),
+    ],
+)  # fmt: skip
 def test_teacher_whose_layers_are_not_plain_attention_is_refused_with_the_reason(
-    recipe_file, tmp_path, capsys, command
+    recipe_file, tmp_path, capsys, command, model_type, sizes, reason
 ):
-    edit_config(recipe_file, model_type="mpt", architectures=["MptForCausalLM"], d_model=64, n_heads=4, n_layers=2)
+    file = recipe_file.parent / "teacher" / "config.json"
+    names = {"mpt": "MptForCausalLM", "bloom": "BloomForCausalLM", "mamba": "MambaForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}  # fmt: skip
+    shape = {"vocab_size": 512, "hidden_size": 64, "max_position_embeddings": 1024}
+    file.write_text(json.dumps({"model_type": model_type, "architectures": [names[model_type]], **shape, **sizes}))
     message = refused(capsys, tmp_path, command, str(recipe_file))
-    assert "cannot become a student" in message and "ALiBi" in message
+    assert "teacher.model" in message and "cannot become a student" in message and reason in message
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("positions", [40, 32])
+def test_learned_positions_too_few_for_prompt_and_answer_are_refused(
+    recipe_file, tmp_path, capsys, monkeypatch, command, positions
+):
+    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most: 9)
+    write_gpt2(recipe_file, positions)
+    message = refused(capsys, tmp_path, command, str(recipe_file))
+    assert f"prompts.jsonl, line 1: 9 tokens with what the teacher sees before it, and an answer of up to 32, exceed the teacher's context of {positions}" in message  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", [41, 1024])
+def test_learned_positions_that_suffice_are_taken(recipe_file, monkeypatch, capsys, positions):
+    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most: 9)
+    write_gpt2(recipe_file, positions)
+    assert _exit_code(["plan", str(recipe_file)]) == 0
+    assert f"context {positions}" in capsys.readouterr().out
+
+
+def write_gpt2(recipe_file: Path, positions: int) -> None:
+    """Make the teacher a GPT-2, whose context is the length of its table of positions."""
+    shape = {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": positions}
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **shape}
+    (recipe_file.parent / "teacher" / "config.json").write_text(json.dumps(config))
 
 
 def test_base_with_another_vocabulary_is_refused_naming_both_sizes(recipe_file, tmp_path, capsys):

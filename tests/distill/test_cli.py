@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,15 +175,60 @@ def test_doctor_names_engines_and_every_kernel_with_a_reason(capsys):
     assert "linear_rows_loss" in capsys.readouterr().out
 
 
-def test_show_puts_dots_where_nothing_is_decided_yet():
-    lines = answering.show([0, 3, 1, 1], ["He", "l", "lo\n", "!"])
-    assert lines == ["   0  +1   He", "   1  +2   He·lo⏎!", "   3  +1   Hello⏎!"]
+def test_show_puts_dots_where_nothing_is_decided_and_counts_what_a_forward_changed():
+    words = ["He", "l", "lo\n", "!", "?", "zzz"]
+    states = [[0, None, None, 4], [0, None, None, 4], [0, None, 2, 3], [None, 1, 2, 3], [0, 1, 2, 3, 5], [0, 1, 2]]
+    assert answering.show(states, lambda ids: "".join(words[i] for i in ids)) == [
+        "   0  +2       He··?",
+        "   1  +0       He··?",  # a forward that only drafts is one too
+        "   2  +1 ~1    He·lo⏎!",
+        "   3  +1 -1    ·llo⏎!",
+        "   4  +2       Hello⏎!zzz",
+        "   5  +0 -2    Hello⏎",
+    ]
 
 
 def test_runs_option_moves_the_folders(recipe_file, tmp_path, fake_stages, capsys):
     assert _exit_code(["run", str(recipe_file), "--runs", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "tiny.json").is_file()
     assert os.listdir(".") == []
+
+
+@pytest.mark.parametrize(
+    ("sampler", "revises"),
+    [
+        (["threshold", "--threshold", "0.99"], ""),
+        (["ar"], ""),
+        (["verify"], ""),
+        (["remask", "--steps", "6", "--setting", "share=1.0"], "-"),
+        (["edit", "--threshold", "0.9", "--setting", "rewrite=0.2"], "~"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_generate_shows_the_text_after_every_forward_until_it_is_the_answer(tmp_path, capsys, sampler, revises):
+    model, tokenizer = tiny_model(vocab=VOCAB, seed=1), tiny_tokenizer()
+    make_student(model, tokenizer, StudentConfig(block_size=6), gated=False, seed=0)
+    save_student(model, tokenizer, tmp_path / "student")
+    given = ["generate", str(tmp_path / "student"), "hi", "--max-new-tokens", "17", "--sampler", *sampler]
+    assert _exit_code(given) == 0  # libraries may have their say the first time
+    capsys.readouterr()
+    assert _exit_code(given) == 0
+    answer, counts = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert _exit_code([*given, "--show-steps"]) == 0
+    said, same = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert same == counts and said.endswith("\n" + answer)
+    steps = said[: -len(answer) - 1].split("\n")
+    forwards = int(re.search(r"in (\d+) forwards", counts)[1])
+    assert [int(line[:4]) for line in steps] == list(range(forwards))  # those that only draft, too
+    found = [re.match(r" *\d+  (\+\d+(?: [~-]\d+)*) *", line)[1] for line in steps]
+    texts = [line[6 + max(8, len(what)) + 1 :] for line, what in zip(steps, found)]
+    assert texts[-1] == answer.replace("\n", "⏎")
+    decided = [sum(int(n) for n in re.findall(r"\+(\d+)", what)) for what in found]
+    taken = [sum(int(n) for n in re.findall(r"-(\d+)", what)) for what in found]
+    assert sum(decided) - sum(taken) == 17
+    assert {sign for sign in "~-" if any(sign in what for what in found)} == set(revises)
+    if sampler[0] not in ("ar", "verify"):
+        assert answering.OPEN in texts[0] and answering.OPEN not in texts[-1]
 
 
 def test_generate_takes_samplers_and_refuses_what_is_no_setting(tmp_path, capsys):

@@ -94,6 +94,18 @@ def test_last_block_is_filled_and_a_cut_response_gets_no_eos(length, first):
     assert len(cut.noisy) == length
 
 
+def test_the_fill_ends_where_the_models_positions_do():
+    """A learned position has no row beyond the context, and in decoding the last block is shorter there too."""
+    made = sample(9, order=True)
+    for epoch in range(20):
+        for config in (AdaptConfig(complementary=True), DistillConfig()):
+            for room in (9, 10, 1000):
+                e = draw_example(made, config, 8, EOS, 0, epoch, 0.5, context=len(made.prompt) + room)
+                free = draw_example(made, config, 8, EOS, 0, epoch, 0.5)
+                assert len(e.noisy) == len(e.block) == e.masks.shape[1] == min(room, len(free.noisy))
+                assert has_a_mask_in_every_block(e.masks, e.block)
+
+
 def test_every_sample_is_in_one_step_of_an_epoch_whatever_the_world():
     costs = np.random.default_rng(0).integers(20, 200, 137).tolist()
     for least in (1, 4):

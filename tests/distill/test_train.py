@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fewstep import records
 from fewstep.distill import train
@@ -92,6 +93,28 @@ def test_adapt_learns_and_the_student_still_loads_as_a_plain_ar_model(world, tmp
     got = decode(model, [prompt], sampler="verify", max_new_tokens=8, eos_token_ids=[tokenizer.eos_token_id])
     assert got[0].ids == ids
     assert (tmp_path / "student" / "custom_generate" / "generate.py").is_file()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_learned_positions_are_trained_up_to_the_last_one(world, tmp_path, gated):
+    """The longest answers end where GPT-2's table of positions does, and so must what fills their last block."""
+    tokenizer, longest = tiny_tokenizer(), 3 + 9  # prompt, and eight tokens with their EOS
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_head=2, n_layer=1, n_positions=longest,
+        bos_token_id=1, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    given = dict(objectives={"ce": 1.0}, lora=LoraConfig(rank=2, gated=True)) if gated else {}
+    summary = go(world, tmp_path, source=tmp_path / "gpt2", max_steps=6, **given)
+    assert summary["too_long"] == 0
+    model, _ = load_student(tmp_path / "student")
+    answer = decode(model, [[5, 12, 6]], sampler="threshold", max_new_tokens=30, eos_token_ids=[])[0]
+    assert len(answer.ids) == longest - 3
+    if gated:
+        trained = load_file(tmp_path / "student" / "fewstep_adapter" / "adapter.safetensors")
+        moved = [name for name, value in trained.items() if name.endswith("lora_b") and value.any()]
+        assert len(moved) == 4  # all linear layers of its one block
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -6,6 +6,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -40,6 +42,16 @@ _GROUPED = dict(num_key_value_heads=2)
 FAMILIES = {
     "llama": lambda n: LlamaForCausalLM(LlamaConfig(**_COMMON, **_GROUPED, num_hidden_layers=n)),
     "qwen2": lambda n: Qwen2ForCausalLM(Qwen2Config(**_COMMON, **_GROUPED, num_hidden_layers=n)),
+    "qwen2_windows": lambda n: Qwen2ForCausalLM(
+        Qwen2Config(
+            **_COMMON,
+            **_GROUPED,
+            sliding_window=6,
+            use_sliding_window=True,
+            num_hidden_layers=n,
+            layer_types=["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(n)],
+        )
+    ),
     "qwen3": lambda n: Qwen3ForCausalLM(Qwen3Config(**_COMMON, **_GROUPED, head_dim=8, num_hidden_layers=n)),
     "mistral": lambda n: MistralForCausalLM(
         MistralConfig(**_COMMON, **_GROUPED, sliding_window=6, num_hidden_layers=n)
@@ -71,6 +83,19 @@ FAMILIES = {
             moe_intermediate_size=16,
             experts_implementation="eager",
             num_hidden_layers=n,
+        )
+    ),
+    "gpt2": lambda n: GPT2LMHeadModel(  # learned absolute positions
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_head=4,
+            n_positions=256,
+            n_layer=n,
+            eos_token_id=EOS,
+            bos_token_id=2,
+            pad_token_id=0,
+            initializer_range=0.3,
         )
     ),
     "gpt_neox": lambda n: GPTNeoXForCausalLM(

@@ -11,7 +11,8 @@ from fewstep.students.decoding import decode
 from fewstep.students.decoding.decode import SAMPLERS
 from tests.students.builders import EOS, MASK, student
 from tests.students.test_decoding import prompts
-from tests.students.test_samplers import check_limits, check_verify_draws_from_ar, drawn_settings
+from tests.students.test_limits import check_limits, drawn_settings
+from tests.students.test_samplers import check_verify_draws_from_ar
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,6 @@
 """A student is an ordinary checkpoint: mask token, facts, saving, and the decoding that travels with it."""
 
+import json
 import subprocess
 import sys
 
@@ -7,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fewstep.errors import UserError
 from fewstep.students.config import StudentConfig
-from fewstep.students.convert import DECODING, load_student, make_student, save_student, unused_token
+from fewstep.students.convert import DECODING, load_student, make_student, save_student
 from fewstep.students.decoding import decode
+from fewstep.students.decoding.gated import adapter_state
 from fewstep.students.lora import apply_lora
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -24,74 +25,62 @@ def pair(extra_rows=0, kind="llama", tie=False):
     return model, tokenizer
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_new_mask_row_changes_no_other_row_and_no_logit(tie):
-    model, tokenizer = pair(tie=tie)
-    ids = torch.randint(3, 200, (2, 9))
-    with torch.no_grad():
-        before, rows = model(ids).logits, model.get_input_embeddings().weight.clone()
-        facts = make_student(model, tokenizer, StudentConfig(), gated=False, seed=0)
-        after = model(ids).logits
-    assert facts["mask_token_id"] == len(tokenizer)
-    assert torch.equal(after[..., : len(tokenizer)], before)
-    assert torch.equal(model.get_input_embeddings().weight[: len(rows)], rows)
-    assert model.get_output_embeddings().weight.shape[0] == len(tokenizer) + 1
-    assert torch.isfinite(after).all()
-
-
-def test_unused_row_is_preferred_and_nothing_is_resized():
-    model, tokenizer = pair(extra_rows=5)
-    assert unused_token(model, tokenizer) == len(tokenizer)
-    make_student(model, tokenizer, StudentConfig(), gated=False, seed=0)
-    assert model.config.fewstep["mask_token_id"] == len(tokenizer)
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) + 5
-
-
-@pytest.mark.parametrize("mask", [2, 50, 10_000])
-def test_mask_token_that_the_tokenizer_can_emit_is_refused(mask):
-    model, tokenizer = pair(extra_rows=5)
-    with pytest.raises(UserError, match=f"student.mask_token={mask}.*use auto"):
-        make_student(model, tokenizer, StudentConfig(mask_token=mask), gated=False, seed=0)
-
-
 def test_travelling_files_import_nothing_of_fewstep():
     for file in DECODING.glob("*.py"):
         assert "fewstep." not in file.read_text().replace("config.fewstep", ""), file.name
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_published_folder_gives_the_same_text_with_only_transformers(tmp_path, gated):
+def published(kind, folder):
+    """Save a student whose noisy blocks differ from the base's, and return it as it loads again."""
     model, tokenizer = pair()
-    make_student(model, tokenizer, StudentConfig(block_size=8), gated=gated, seed=0)
-    lora = None
-    if gated:
-        lora = {"rank": 4, "alpha": 4.0}
-        apply_lora(model, 4, 4.0, True, model.config.fewstep["mask_token_id"])
+    mask = make_student(model, tokenizer, StudentConfig(block_size=8), gated=kind == "gated", seed=0)["mask_token_id"]
+    given = None
+    if kind != "full":
+        adapter = apply_lora(model, 4, 4.0, kind == "gated", mask)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if name.endswith("lora_b"):
+                if "lora_b" in name.lower():
                     p.normal_(std=0.1)
-    save_student(model, tokenizer, tmp_path, lora)
+        if kind == "gated":
+            given = {"rank": 4, "alpha": 4.0}
+        else:
+            adapter.merge(folder / "adapter")
+    save_student(model, tokenizer, folder, given)
     for file in DECODING.glob("*.py"):
-        assert (tmp_path / "custom_generate" / file.name).read_bytes() == file.read_bytes()
+        assert (folder / "custom_generate" / file.name).read_bytes() == file.read_bytes()
+    return load_student(folder)[0]
 
-    prompts = [[10, 20, 30], [40, 50, 60]]
-    ours, _ = load_student(tmp_path)
-    expected = [
-        decode(ours, [p], sampler="threshold", threshold=0.2, max_new_tokens=12, eos_token_ids=[2])[0].ids
-        for p in prompts
-    ]
-    plain = decode(ours, prompts, sampler="ar", max_new_tokens=12, eos_token_ids=[2])
+
+def test_published_folders_give_the_same_text_with_only_transformers(tmp_path):
+    """Full weights, a gated adapter beside the base, and a merged one; rows of unequal length are padded on the left."""
+    kinds, prompts, longest, pad = ("full", "gated", "lora"), [[10, 20, 30], [40, 50], [60, 70, 80, 90, 100]], 5, 0
+    given = dict(max_new_tokens=12, eos_token_ids=[2])
+    expected = {}
+    for kind in kinds:
+        ours = published(kind, tmp_path / kind)
+        greedy = [a.ids for a in decode(ours, prompts, sampler="ar", **given)]
+        fewstep = [decode(ours, [p], sampler="threshold", threshold=0.2, **given)[0].ids for p in prompts]
+        drawn = decode(ours, prompts, sampler="verify", temperature=1.0, seed=[5, 6, 7], **given)
+        expected[kind] = [greedy, fewstep, [a.ids for a in drawn]]
+    assert expected["full"][0] == expected["gated"][0] != expected["lora"][0]
+    assert len({str(texts[1]) for texts in expected.values()}) == 3
     code = f"""
-import sys, torch
+import sys, json, torch
 sys.modules["fewstep"] = None
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval()
-ids = torch.tensor({prompts})
-print(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=2).tolist())
-for p in {prompts}:
-    print(model.generate(input_ids=torch.tensor([p]), custom_generate={str(tmp_path)!r}, trust_remote_code=True,
-                         threshold=0.2, max_new_tokens=12, eos_token_id=2)[0, 3:].tolist())
+prompts = {prompts}
+rows = [[{pad}] * ({longest} - len(p)) + p for p in prompts]
+given = dict(input_ids=torch.tensor(rows), attention_mask=torch.tensor([[int(t != {pad}) for t in r] for r in rows]),
+             max_new_tokens=12, eos_token_id=2, pad_token_id={pad})
+for kind in {kinds}:
+    folder = {str(tmp_path)!r} + "/" + kind
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    few = dict(custom_generate=folder, trust_remote_code=True)
+    print(json.dumps([kind, [out[:, {longest}:].tolist() for out in (
+        model.generate(**given, do_sample=False),
+        model.generate(**given, **few, threshold=0.2),
+        model.generate(**given, **few, sampler="verify", temperature=1.0, seed=5),
+    )]]))
 """
     env = {
         "HF_HUB_OFFLINE": "1",
@@ -101,24 +90,39 @@ for p in {prompts}:
     }
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert out.returncode == 0, out.stderr[-2000:]
-    lines = [eval(line) for line in out.stdout.splitlines() if line.startswith("[")]
-    for row, want in zip(lines[0], plain):
-        assert row[3 : 3 + len(want.ids)] == want.ids
-    assert lines[1:] == expected
+    said = dict(json.loads(line) for line in out.stdout.splitlines() if line.startswith("["))
+    assert said.keys() == expected.keys()
+    for kind, runs in expected.items():
+        for texts, wanted in zip(said[kind], runs, strict=True):
+            widest = max(map(len, texts))
+            assert texts == [ids + [pad] * (widest - len(ids)) for ids in wanted]
 
 
-def test_gated_base_is_saved_bit_equal(tmp_path):
+def test_gated_base_is_saved_bit_equal_and_again_after_a_reload(tmp_path):
     model, tokenizer = pair()
     base = {k: v.clone() for k, v in model.state_dict().items()}
     make_student(model, tokenizer, StudentConfig(), gated=True, seed=0)
     apply_lora(model, 4, None, True, model.config.fewstep["mask_token_id"])
-    save_student(model, tokenizer, tmp_path, {"rank": 4, "alpha": 4.0})
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert base.keys() == again.keys() and all(torch.equal(base[k], again[k]) for k in base)
+    with torch.no_grad():
+        for parameter in adapter_state(model).values():
+            parameter.normal_(std=0.1)
+    trained = {name: value.clone() for name, value in adapter_state(model).items()}
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        save_student(model, tokenizer, folder, {"rank": 4, "alpha": 4.0})
+        again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert base.keys() == again.keys() and all(torch.equal(base[k], again[k]) for k in base)
+        model, tokenizer = load_student(folder)
+        kept = adapter_state(model)
+        assert trained.keys() == kept.keys() and all(torch.equal(trained[k], kept[k]) for k in trained)
 
 
-def test_prompt_of_a_new_mask_row_cannot_be_spelled():
+def test_merging_a_gated_adapter_is_refused_in_one_line_and_changes_nothing(tmp_path):
     model, tokenizer = pair()
-    make_student(model, tokenizer, StudentConfig(), gated=False, seed=0)
-    mask = model.config.fewstep["mask_token_id"]
-    assert mask not in tokenizer("<mask> [MASK] <|mask|> " + "".join(map(chr, range(32, 127))))["input_ids"]
+    make_student(model, tokenizer, StudentConfig(), gated=True, seed=0)
+    adapter = apply_lora(model, 4, None, True, model.config.fewstep["mask_token_id"])
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match="^a gated adapter of rank 4 cannot be merged: .*lora.gated: false$"):
+        adapter.merge(tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from fewstep.students.decoding import verify as verify_file
 from fewstep.students.decoding.decode import BLOCKWISE, SAMPLERS, SETTINGS
 from fewstep.students.decoding.sampler import Draft
 from fewstep.students.decoding.sampling import distribution, draw, most_likely, uniform
-from fewstep.students.decoding.stops import stop_at
-from tests.students.builders import EOS, MASK, student
+from tests.students.builders import student
 
 S, V = 6, 9
 
@@ -245,107 +243,6 @@ def check_verify_draws_from_ar(temperature, top_p, draws, length=5):
     assert set(counts) <= set(expected)
     value, degrees = chi_square(counts, expected, draws)
     assert degrees >= 5 and value < degrees + 2.33 * math.sqrt(2 * degrees) + 4  # 1 % of χ², and a little
-
-
-def test_settings_and_draws_may_differ_by_row():
-    model = student()
-    prompts = [[5, 6, 7]] * 4
-    given = dict(max_new_tokens=[9, 20, 20, 20], eos_token_ids=[EOS], threshold=[0.0, 0.5, 1.0, 0.5])
-    drawing = dict(temperature=[0.0, 1.0, 0.0, 1.0], top_p=[1.0, 0.5, 1.0, 1.0], seed=[0, 1, 2, 3])
-    together = decode(model, prompts, sampler="threshold", **given, **drawing)
-    for i, answer in enumerate(together):
-        alone = decode(
-            model, [prompts[i]], sampler="threshold", eos_token_ids=[EOS],
-            **{k: v[i] for k, v in {**given, **drawing}.items() if k != "eos_token_ids"},
-        )[0]  # fmt: skip
-        assert (alone.ids, alone.nfe, alone.steps) == (answer.ids, answer.nfe, answer.steps)
-    assert len(together[0].ids) <= 9
-    with pytest.raises(ValueError, match="threshold has 2 values for 4 prompts"):
-        decode(model, prompts, sampler="threshold", max_new_tokens=4, eos_token_ids=[], threshold=[0.1, 0.2])
-    with pytest.raises(ValueError, match="seed has 3 values"):
-        decode(model, prompts, sampler="ar", max_new_tokens=4, eos_token_ids=[], seed=[1, 2, 3])
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_same_seed_repeats_and_another_differs(sampler):
-    model = student()
-    prompts = [[5, 6, 7], [8, 9]]
-
-    def texts(seed):
-        answers = decode(
-            model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[], temperature=1.0, seed=seed
-        )
-        return [a.ids for a in answers]
-
-    assert texts(1) == texts(1)
-    assert texts(1) != texts(2)
-
-
-def drawn_settings(sampler, rng):
-    """Return a value for each of the sampler's settings, over its whole range, the ends included."""
-    out = {}
-    for name, setting in (BLOCKWISE[sampler].settings if sampler in BLOCKWISE else {}).items():
-        high = min(setting.high, 12 if setting.whole else 3.0)
-        out[name] = rng.choice([int(setting.low), rng.randint(int(setting.low), int(high))]) if setting.whole else rng.choice([setting.low, high, rng.uniform(setting.low, high)])  # fmt: skip
-    return out
-
-
-def check_limits(answers, budget, eos=EOS):
-    for answer in answers:
-        assert 1 <= len(answer.ids) <= budget and MASK not in answer.ids and eos not in answer.ids[:-1]
-        assert (answer.finish_reason == "stop") == (answer.ids[-1] == eos)
-        assert answer.finish_reason == "stop" or len(answer.ids) == budget
-        assert len(answer.steps) == len(answer.confidence) == len(answer.ids) and max(answer.steps) < answer.nfe
-        assert all(0 <= c <= 1 + 1e-6 for c in answer.confidence)
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_random_cases_hold_their_limits(sampler):
-    model = student(block_size=32)
-    rng = random.Random(sampler)
-    together = 0
-    for case in range(12):
-        block_size = None if sampler == "ar" else rng.randrange(1, 33)
-        prompts = [[rng.randrange(3, 38) for _ in range(rng.randrange(1, 66))] for _ in range(rng.randrange(1, 6))]
-        budget = rng.randrange(1, 71)
-        answers = decode(
-            model, prompts, sampler=sampler, max_new_tokens=budget, eos_token_ids=[EOS], block_size=block_size,
-            temperature=rng.choice([0.0, 0.7, 1.5]), top_p=rng.choice([0.5, 1.0]), seed=case, **drawn_settings(sampler, rng),
-        )  # fmt: skip
-        check_limits(answers, budget)
-        together += sum(len(a.steps) - len(set(a.steps)) for a in answers)
-    assert (together == 0) == (sampler == "ar")  # several tokens were committed at once somewhere
-
-
-@pytest.mark.parametrize("sampler", ["ar", "threshold", "verify"])
-def test_a_stop_string_ends_its_row_at_the_token_that_completes_it(sampler):
-    class Letters:
-        def decode(self, ids):
-            return "".join(chr(60 + i) for i in ids)
-
-    model, prompts = student(), [[5, 6, 7], [8, 9], [11, 3]]
-    whole = decode(model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[])
-    string = Letters().decode(whole[0].ids[4:6])
-    stopped = decode(
-        model, prompts, sampler=sampler, max_new_tokens=24, eos_token_ids=[], stop=stop_at([string], Letters())
-    )
-    for a, b in zip(whole, stopped):
-        text = Letters().decode(a.ids)
-        end = text.find(string) + len(string) if string in text else 24
-        assert b.ids == a.ids[:end] and b.finish_reason == ("stop" if string in text else "length")
-        assert len(b.steps) == len(b.confidence) == len(b.ids)
-    with pytest.raises(ValueError, match="must not be empty"):
-        stop_at([""], Letters())
-
-
-def test_a_stop_string_may_span_more_tokens_than_it_has_characters():
-    class Bytes:
-        def decode(self, ids):
-            return bytes(ids).decode("utf-8", "replace")
-
-    string = "\N{SLIGHTLY SMILING FACE}" * 4
-    ids = list(("a" * 30 + string + "b").encode())
-    assert stop_at([string], Bytes())(ids, 0) == len(ids) - 1
 
 
 def test_extreme_numbers_are_refused_or_harmless():

@@ -3,7 +3,7 @@
 import pytest
 
 from fewstep.students.decoding import decode
-from tests.students.builders import EOS, student
+from tests.students.builders import EOS, MASK, student
 from tests.students.test_decoding import SETTINGS, prompts
 
 
@@ -21,6 +21,27 @@ def test_streamed_pieces_concatenate_to_the_ids(settings, attention):
         assert sum(pieces[i], []) == answer.ids
         assert all(pieces[i])
     assert max(len(p) for p in pieces.values()) >= 3  # in pieces, not at the end
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("attention", ["block", "bidirectional"])
+def test_on_step_shows_the_answer_after_every_forward(settings, attention):
+    if attention == "bidirectional" and settings["sampler"] in ("verify", "ar"):
+        pytest.skip("refused; see test_verify_is_refused_without_a_clean_stream")
+    batch, states = prompts(5), {i: [] for i in range(5)}
+    given = dict(max_new_tokens=21, eos_token_ids=[EOS], **settings)
+    done = decode(student(attention=attention), batch, on_step=lambda i, ids: states[i].append(ids), **given)
+    changed = 0
+    for i, answer in enumerate(done):
+        assert len(states[i]) == answer.nfe and states[i][-1] == answer.ids
+        for place, (token, step) in enumerate(zip(answer.ids, answer.steps)):
+            # decided for good in the forward that `steps` names: there from then on, and not before
+            assert all(ids[place] == token for ids in states[i][step:])
+            earlier = states[i][step - 1] if step else []
+            assert place >= len(earlier) or earlier[place] != token
+            changed += any(place < len(ids) and ids[place] not in (None, token) for ids in states[i])
+        assert MASK not in sum(states[i], [])
+    assert (changed > 0) == (settings["sampler"] in ("remask", "edit"))
 
 
 def test_pieces_of_ar_come_one_token_a_forward():

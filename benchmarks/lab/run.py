@@ -2,7 +2,7 @@
 
     python benchmarks/lab/run.py --quick          one task, one seed, few prompts: about 15 minutes
     python benchmarks/lab/run.py                  everything, on two cores in about six hours
-    python benchmarks/lab/run.py --tasks sums bits --systems recommended longer
+    python benchmarks/lab/run.py --tasks sort bits --systems recommended longer
 
 Resumable: a job is a recipe's chain of stages, and finished stages are skipped. A job is one system
 (a line of SYSTEMS) on one task with one training seed; the jobs of a task and seed run one after the
@@ -56,7 +56,7 @@ SYSTEMS: dict[str, tuple[list[str], bool]] = {
     "+ order: nll": (["distill.order=nll", "distill.order_share=1.0", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
     "+ on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
 }  # fmt: skip
-ABLATED = ("sums", "sort")
+ABLATED = ("bits", "sort")
 
 
 @dataclass(frozen=True)

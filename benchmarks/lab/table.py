@@ -4,9 +4,10 @@
     python benchmarks/lab/table.py --quick         of a quick run; printed, nothing is written
 
 A system's curve is score against tokens a forward (TPF) over its thresholds. What is compared is the TPF
-at equal quality: how many tokens a forward it writes while its score is one point below the teacher's
-(in a straight line between thresholds; 1, AR decoding, where no threshold keeps that). Intervals are
-95 %, from a bootstrap that draws training seeds and prompts, the same ones for every system.
+at equal quality: the most tokens a forward that it writes with a score of at most one point below the
+teacher's, under `verify` or at a threshold (in a straight line between thresholds); 1, AR decoding, where
+nothing keeps that. Intervals are 95 %, from a bootstrap that draws training seeds and prompts, the same
+ones for every system.
 
 Legend: C settings of a curve, S seeds, N prompts.
 """
@@ -101,30 +102,38 @@ def tpf_at(score: np.ndarray, tpf: np.ndarray, least: float) -> float:
     """Return the largest TPF at which a curve still scores `least`: in a straight line between its points.
 
     Args:
-        score, tpf: [C]. AR decoding at TPF 1 stands before them, and scores enough.
+        score, tpf: [C]. A curve whose every point scores less gives 1: AR decoding.
     """
     order = np.argsort(tpf)
-    x, y = np.concatenate([[1.0], tpf[order]]), np.concatenate([[max(least, 1.0)], score[order]])
-    good = np.flatnonzero(y >= least)[-1]
-    if good == len(x) - 1:
-        return float(x[good])
-    span = (y[good] - least) / (y[good] - y[good + 1])
-    # AR decoding's own score is not known to be 1: from there the step is taken whole or not at all
-    return float(x[good] + span * (x[good + 1] - x[good])) if good else 1.0
+    x, y = tpf[order], score[order]
+    enough = np.flatnonzero(y >= least)
+    if not len(enough):
+        return 1.0
+    last = enough[-1]
+    if last == len(x) - 1:
+        return float(x[last])
+    return float(x[last] + (y[last] - least) / (y[last] - y[last + 1]) * (x[last + 1] - x[last]))
 
 
-def at_equal_quality(curve: list[Measured], teacher: np.ndarray, boot: Bootstrap) -> tuple[float, np.ndarray]:
-    """Return the TPF at which the curve loses LOSS to the teacher, and [draws] of it.
+def at_equal_quality(measured: list[Measured], teacher: np.ndarray, boot: Bootstrap) -> tuple[float, np.ndarray]:
+    """Return the TPF at which a system loses at most LOSS to the teacher, and [draws] of it.
 
     Args:
+        measured: its thresholds, and `verify` where it has it.
         teacher: [S, N] scores of the AR teacher.
     """
-    scores = np.array([m.score.mean() for m in curve])
-    point = tpf_at(scores, np.array([m.tpf for m in curve]), teacher.mean() - LOSS)
-    drawn_scores = np.stack([boot.means(m.score) for m in curve], 1)  # [draws, C]
-    drawn_tpf = np.stack([boot.means(m.tokens) / boot.means(m.nfe) for m in curve], 1)
-    least = boot.means(teacher) - LOSS
-    return point, np.array([tpf_at(s, t, low) for s, t, low in zip(drawn_scores, drawn_tpf, least)])
+    curve = [m for m in measured if m.sampler == CURVE]
+    alone = [m for m in measured if m.sampler == "verify"]
+    scores, tpfs = np.array([[m.score.mean(), m.tpf] for m in curve + alone]).T
+    drawn_scores = np.stack([boot.means(m.score) for m in curve + alone], 1)  # [draws, C + verify]
+    drawn_tpfs = np.stack([boot.means(m.tokens) / boot.means(m.nfe) for m in curve + alone], 1)
+    least, C = boot.means(teacher) - LOSS, len(curve)
+
+    def best(score, tpf, low) -> float:  # verify is a point of its own: between it and a threshold lies nothing
+        return max(tpf_at(score[:C], tpf[:C], low), tpf_at(score[C:], tpf[C:], low))
+
+    draws = [best(s, t, low) for s, t, low in zip(drawn_scores, drawn_tpfs, least)]
+    return best(scores, tpfs, teacher.mean() - LOSS), np.array(draws)
 
 
 def of_task(task: str, runs: Path, systems: list[str], quick: bool) -> tuple[list[dict], list[dict], dict]:
@@ -150,10 +159,9 @@ def of_task(task: str, runs: Path, systems: list[str], quick: bool) -> tuple[lis
                 continue  # the same weights again
             of_system = [m for m in measured if m.system == name]
             rows += [_row(task, label, m, at_teacher, boot) for m in of_system]
-            curve = [m for m in of_system if m.sampler == CURVE]
-            if not curve:
+            if not any(m.sampler in (CURVE, "verify") for m in of_system):
                 continue
-            point, draws = at_equal_quality(curve, at_teacher.score, boot)
+            point, draws = at_equal_quality(of_system, at_teacher.score, boot)
             entry = {"task": task, "system": label, "seeds": seeds, "n": boot.prompts.shape[1], "tpf_at_loss": point,
                      "tpf_at_loss_ci": boot.interval(draws)}  # fmt: skip
             verify = next((m for m in of_system if m.sampler == "verify"), None)

@@ -30,9 +30,18 @@ HERE = Path(__file__).parent
 TRAIN, EVAL = (2400, 7), (2000, 8)  # (rows, seed of the draw) of a task's training and evaluation prompts
 SEEDS = (0, 1, 2)
 
-OBJECTIVES = "distill.objectives="
+CE, CERTAINTY = "ce: 1.0, ar: 1.0", "certainty: {from: 0, to: 0.5, over: 0.5, temperature: 0.5}"
+CURVE = "{name: threshold, threshold: [0.5, 0.8, 0.95]}"
+
+
+def objectives(*parts: str) -> str:
+    """Return the override that sets the objectives of distillation."""
+    return f"distill.objectives={{{', '.join(parts)}}}"
+
+
 ALONE = ["distill.order=noise", "distill.suffix=0.25"]
 UNDISTILLED = ["distill=null"]
+GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3"]
 
 # system → (overrides of the task's recipe, whether it is a headline row: all tasks and seeds; others: ABLATED, seed 0)
 SYSTEMS: dict[str, tuple[list[str], bool]] = {
@@ -43,20 +52,43 @@ SYSTEMS: dict[str, tuple[list[str], bool]] = {
     # the AR model tuned on the same targets, and nothing else
     "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], True),
     # the teacher untouched: adapters on noisy positions alone
-    "gated LoRA, rank 64": (["adapt.lora={rank: 64, gated: true}", "adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *UNDISTILLED], True),
+    "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}", *UNDISTILLED], True),
     # each objective alone beside ce and ar, masks at random
-    "ce alone": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
-    "+ kd": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: 0.5}"], False),
-    "+ kd, reverse": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: {weight: 0.5, divergence: reverse}}"], False),
-    "+ kd, total variation": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, kd: {weight: 0.5, divergence: total_variation}}"], False),
-    "+ certainty": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, certainty: {from: 0, to: 1.0, over: 0.5, temperature: 0.5}}"], False),
-    "+ consistency": ([*ALONE, OBJECTIVES + "{ce: 1.0, ar: 1.0, consistency: 1.0}"], False),
-    "+ correction": ([*ALONE, "distill.guess=0.5", OBJECTIVES + "{ce: 1.0, ar: 1.0, correction: 1.0}"], False),
-    "+ order: trajectory": (["distill.order=trajectory", "distill.order_share=1.0", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
-    "+ order: nll": (["distill.order=nll", "distill.order_share=1.0", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
-    "+ on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", OBJECTIVES + "{ce: 1.0, ar: 1.0}"], False),
+    "ce alone": ([*ALONE, objectives(CE)], False),
+    "ce + kd": ([*ALONE, objectives(CE, "kd: 0.5")], False),
+    "ce + kd, reverse": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: reverse}")], False),
+    "ce + kd, total variation": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: total_variation}")], False),
+    "ce + certainty": ([*ALONE, objectives(CE, CERTAINTY)], False),
+    "ce + consistency": ([*ALONE, objectives(CE, "consistency: 1.0")], False),
+    "ce + correction": (
+        [*ALONE, "distill.guess=0.5", objectives(CE, "correction: 1.0"),
+         f"eval.samplers=[{CURVE}, {{name: edit, threshold: 0.8, rewrite: 0.9}}, {{name: verify}}]"], False),
+    "ce, order by trajectory": (["distill.order=trajectory", "distill.order_share=1.0", objectives(CE)], False),
+    "ce, order by nll": (["distill.order=nll", "distill.order_share=1.0", objectives(CE)], False),
+    "ce, on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", objectives(CE)], False),
+    # the recommended recipe without one of its parts
+    "recommended − kd": ([objectives(CE, CERTAINTY)], False),
+    "recommended − certainty": ([objectives(CE, "kd: 0.3")], False),
+    "recommended − order": (["distill.order=noise"], False),
+    "recommended − suffix masks": (["distill.suffix=0"], False),
+    "recommended − curriculum": (["distill.noise_end=null"], False),
+    # other adaptations, undistilled
+    "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *UNDISTILLED], False),
+    "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}", *UNDISTILLED], False),
+    "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}", *UNDISTILLED], False),
+    "bidirectional": (["student.attention=bidirectional", "adapt.objectives={ce: 1.0}", "adapt.random_offset=0", *UNDISTILLED], False),
+    "causal inside blocks": (["student.attention=block_causal_inside", *UNDISTILLED], False),
+    "shifted": (["student.alignment=shifted", *UNDISTILLED], False),
+    "ar : ce = 0.3 : 1": (["adapt.objectives={ce: 1.0, ar: 0.3}", *UNDISTILLED], False),
+    "ar : ce = 1 : 0.3": (["adapt.objectives={ce: 0.3, ar: 1.0}", *UNDISTILLED], False),
+    "ar : ce = 0.2 : 1": (["adapt.objectives={ce: 1.0, ar: 0.2}", *UNDISTILLED], False),
+    "block 4": (["student.block_size=4", *UNDISTILLED], False),
+    "block 8": (["student.block_size=8", *UNDISTILLED], False),
+    "block 32": (["student.block_size=32", *UNDISTILLED], False),
 }  # fmt: skip
 ABLATED = ("bits", "sort")
+FEWER = ["eval.tasks.0.limit=1000", "eval.baselines=[teacher]"]  # of what is no headline row
+SHIPPED, DRAWN = ("booking",), ("modes",)  # tasks whose teacher is in the repository; tasks that sampled.py measures
 
 
 @dataclass(frozen=True)
@@ -69,8 +101,10 @@ class Job:
 
     def overrides(self, quick: bool) -> list[str]:
         """Return the recipe's overrides, `key=value`."""
+        own, headline = SYSTEMS[self.system]
+        fewer = [] if headline else FEWER
         small = ["adapt.max_steps=250", "distill.max_steps=100", "eval.tasks.0.limit=300"] if quick else []
-        return [f"seed={self.seed}", *small, *SYSTEMS[self.system][0], f"name={self.name(quick)}"]
+        return [f"seed={self.seed}", *fewer, *small, *own, f"name={self.name(quick)}"]
 
     def name(self, quick: bool) -> str:
         """Return the name under which the runs folder lists the job's stages."""
@@ -91,6 +125,8 @@ def jobs(tasks: list[str], systems: list[str], quick: bool) -> list[list[Job]]:
 
 def make(name: str) -> None:
     """Write a task's prompts and train its teacher under recipes/lab/data/, unless they are there and of these rows."""
+    if name in SHIPPED:
+        return
     task, folder = TASKS[name], RECIPES / "data" / name
     sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
     key = hashlib.sha256(json.dumps([sample, task.teacher, TRAIN, EVAL], sort_keys=True).encode()).hexdigest()
@@ -151,8 +187,11 @@ def main() -> None:
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         for i in range(args.jobs):
             cores.put(available[i % len(available)] if available else None)
-        groups = jobs(tasks, systems, args.quick)
+        groups = jobs([task for task in tasks if task not in DRAWN], systems, args.quick)
         failed = sum(pool.map(lambda group: run_group(group, args.runs, args.quick, cores), groups), [])
+    for task in tasks:
+        if task in DRAWN:
+            subprocess.run([sys.executable, str(HERE / "sampled.py"), task, "--runs", str(args.runs)], check=True)
     if failed:
         raise SystemExit(f"{len(failed)} jobs failed: {', '.join(job.name(args.quick) for job in failed)}")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from run import RECIPES, ROOT, SYSTEMS, Job, jobs
+from run import DRAWN, RECIPES, ROOT, SYSTEMS, Job, jobs
 
 from fewstep import machine
 from fewstep.runstore import StageFolder, write_atomic
@@ -252,7 +252,7 @@ def main() -> None:
     rows: list[dict] = []
     summary: list[dict] = []
     manifest: dict = {}
-    for task in sorted(p.stem for p in RECIPES.glob("*.yaml")):
+    for task in sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in DRAWN):
         r, s, own = of_task(task, args.runs, list(SYSTEMS), args.quick)
         rows, summary, manifest = rows + r, summary + s, own or manifest
     print(markdown(summary, rows))

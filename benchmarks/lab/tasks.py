@@ -155,10 +155,10 @@ TASKS = {
     task.name: task
     for task in (
         Task("booking", _booking, 72),
-        Task("sort", _split(sort), 40),
-        Task("filter", _split(filtering), 48),
-        Task("base", _split(base), 64),
-        Task("bits", _split(bits), 80),
+        Task("sort", _split(sort), 48, {"steps": 1800}),
+        Task("filter", _split(filtering), 48, {"steps": 1800}),
+        Task("base", _split(base), 64, {"steps": 1800}),
+        Task("bits", _split(bits), 80, {"steps": 500}),
         Task("modes", _split(modes), 8, {"steps": 250, "vocab": 300}),
     )
 }

@@ -27,9 +27,9 @@ def student_folder(student: str) -> Path:
 def answer(
     student: str,
     prompt: str,
-    sampler: str,
     max_new_tokens: int,
     show_steps: bool,
+    effort: str | None,
     given: list[str],
     stop: list[str],
     **settings: Any,
@@ -38,6 +38,7 @@ def answer(
 
     Args:
         student: a student's folder, or the folder of the stage that holds it.
+        effort: a level of the student's generation config, in place of the sampler and its settings.
         given: further settings of the sampler, each NAME=NUMBER.
         stop: strings that end the answer.
         settings: of `decode`; None: the default.
@@ -51,6 +52,7 @@ def answer(
     from fewstep.chat import encode_prompt, eos_ids
     from fewstep.students.convert import load_student
     from fewstep.students.decoding.decode import SETTINGS, decode
+    from fewstep.students.decoding.levels import settings_of
     from fewstep.students.decoding.stops import stop_at
 
     for name, number in map(_number, given):
@@ -58,13 +60,22 @@ def answer(
             raise UserError(f"--setting {name}: no sampler has it; known: {', '.join(SETTINGS)}")
         settings[name] = number
     model, tokenizer = load_student(folder)
+    chosen = {k: v for k, v in settings.items() if v is not None and k in ("sampler", "block_size", *SETTINGS)}
+    if effort is not None:
+        if chosen:
+            raise UserError(f"--effort {effort}: it names the sampler and its settings; leave out {', '.join(chosen)}")
+        try:
+            chosen = settings_of(getattr(model.generation_config, "fewstep_effort", None), effort)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
+    sampler = chosen.setdefault("sampler", "threshold")
+    settings = {k: v for k, v in settings.items() if v is not None and k not in SETTINGS} | chosen
     states: list[list[int | None]] = []
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
     try:
         decoded = decode(
             model,
             [ids],
-            sampler=sampler,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_ids(model, tokenizer),
             stop=stop_at(stop, tokenizer) if stop else None,

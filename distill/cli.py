@@ -100,8 +100,16 @@ def generate(
     student: Student,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the user's message")],
     sampler: Annotated[
-        str, typer.Option(help="ar, verify, threshold, fixed, factor, entropy, klass, margin, remask or edit")
-    ] = "threshold",
+        str | None,
+        typer.Option(
+            help="ar, verify, threshold (default), fixed, factor, entropy, klass, margin, remask or edit",
+            show_default=False,
+        ),
+    ] = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(help="in place of a sampler, a published student's level: low, medium, high or lossless"),
+    ] = None,
     threshold: Annotated[float | None, typer.Option(help="commit what is at least this sure")] = None,
     steps: Annotated[int | None, typer.Option(help="denoising steps a block")] = None,
     setting: Annotated[
@@ -122,11 +130,12 @@ def generate(
         answer(
             student,
             prompt,
-            sampler,
             max_new_tokens,
             show_steps,
+            effort,
             given=setting or [],
             stop=stop or [],
+            sampler=sampler,
             threshold=threshold,
             steps=steps,
             block_size=block_size,

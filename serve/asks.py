@@ -10,6 +10,7 @@ from fewstep.chat import encode_prompt
 from fewstep.serve.worker import Sampling
 from fewstep.students.decoding.decode import SETTINGS as SAMPLER_SETTINGS
 from fewstep.students.decoding.decode import SettingError, check_drawing, decode
+from fewstep.students.decoding.levels import settings_of
 
 MAX_TOKENS = 512  # of an answer whose request names no limit
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_LENGTH = 64, 16, 256
@@ -170,7 +171,10 @@ def _sampling(given: dict[str, Any], served: Served) -> Sampling:
     if level is not None:
         if settings:
             raise Refused(f"effort names the sampler and its settings: leave out {', '.join(settings)}", "effort")
-        settings = _effort(level, served)
+        try:
+            settings = settings_of(served.effort, level)
+        except ValueError as error:
+            raise Refused(str(error), "effort") from None
     sampler, block_size = settings.pop("sampler", "threshold"), settings.pop("block_size", None)
     temperature, top_p = _typed(given, "temperature", int, float), _typed(given, "top_p", int, float)
     temperature, top_p = 0.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
@@ -183,16 +187,6 @@ def _sampling(given: dict[str, Any], served: Served) -> Sampling:
     if sampler in ("ar", "verify") and served.model.config.fewstep["attention"] == "bidirectional":
         raise Refused(f"sampler {sampler} needs a causal clean stream; this student has none: use threshold", "sampler")
     return Sampling(sampler, max_tokens, block_size, temperature, top_p, tuple(sorted(settings.items())))
-
-
-def _effort(level: str, served: Served) -> dict[str, Any]:
-    if not served.effort:
-        raise Refused(f"effort={_short(level)}: this student has no calibrated levels; give sampler instead", "effort")
-    usable = [name for name, entry in served.effort.items() if "sampler" in entry]
-    if level not in usable:
-        reason = served.effort.get(level, {}).get("reason", "no such level")
-        raise Refused(f"effort={_short(level)}: {reason}; this student has {', '.join(usable) or 'none'}", "effort")
-    return {"sampler": served.effort[level]["sampler"], **served.effort[level]["settings"]}
 
 
 def _chat(given: dict[str, Any], served: Served) -> list[list[int]]:

@@ -27,6 +27,7 @@ from tasks import TASKS, rows
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "lab"
 HERE = Path(__file__).parent
+DATA = HERE / "data"  # teachers and prompts, made once and not in the repository
 TRAIN, EVAL = (2400, 7), (2000, 8)  # (rows, seed of the draw) of a task's training and evaluation prompts
 SEEDS = (0, 1, 2)
 
@@ -124,10 +125,10 @@ def jobs(tasks: list[str], systems: list[str], quick: bool) -> list[list[Job]]:
 
 
 def make(name: str) -> None:
-    """Write a task's prompts and train its teacher under recipes/lab/data/, unless they are there and of these rows."""
+    """Write a task's prompts and train its teacher under benchmarks/lab/data/, unless they are there and of these rows."""
     if name in SHIPPED:
         return
-    task, folder = TASKS[name], RECIPES / "data" / name
+    task, folder = TASKS[name], DATA / name
     sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
     key = hashlib.sha256(json.dumps([sample, task.teacher, TRAIN, EVAL], sort_keys=True).encode()).hexdigest()
     made = folder / "made.json"

@@ -13,7 +13,7 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
-from run import RECIPES, ROOT, make
+from run import DATA, RECIPES, ROOT, make
 from tasks import MODES
 
 from fewstep import chat, machine
@@ -43,7 +43,7 @@ def modes(runs: Path) -> list[dict]:
         folders = run(recipe, runs, stage)
     model, tokenizer = load_student(folders["adapt"] / "student")
     teacher, _ = load_teacher(recipe.teacher.model)
-    lines = (RECIPES / "data" / "modes" / "eval.jsonl").read_text().splitlines()
+    lines = (DATA / "modes" / "eval.jsonl").read_text().splitlines()
     prompts = [
         chat.encode_prompt(tokenizer, [{"role": "user", "content": json.loads(x)["instruction"]}]) for x in lines
     ]

@@ -7,6 +7,7 @@ import torch
 
 from .decode import SETTINGS, decode
 from .gated import load_adapter
+from .levels import settings_of
 from .stops import stop_at
 
 # what a given generation_config may ask for without effect here: at these values it has none anywhere
@@ -43,6 +44,7 @@ def generate(
     seed: int | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer=None,
+    effort: str | None = None,
     **others,
 ) -> torch.Tensor:
     """Answer a batch of prompts in few steps; like `model.generate`, prompts come first in each row.
@@ -58,6 +60,8 @@ def generate(
         do_sample, temperature, top_p: greedy unless do_sample is true or a temperature above 0 is given.
         seed: row i draws with seed + i; default: from torch's global generator.
         stop_strings, tokenizer: a row also ends once it has written one of the strings.
+        effort: a level of the student's generation config (`low`, `medium`, `high`, `lossless`) in place of a sampler
+            and its settings.
         others: the sampler's settings, such as `threshold` or `steps`.
 
     Returns:
@@ -69,6 +73,12 @@ def generate(
     unknown = sorted(k for k, v in others.items() if k not in SETTINGS and v is not None and v is not False)
     if unknown:
         raise ValueError(f"few-step decoding does not take {', '.join(unknown)}; leave it out")
+    settings = {k: v for k, v in others.items() if k in SETTINGS and v is not None}
+    settings |= {k: v for k, v in (("sampler", sampler), ("block_size", block_size)) if v is not None}
+    if effort is not None:
+        if settings:
+            raise ValueError(f"effort names the sampler and its settings: leave out {', '.join(settings)}")
+        settings = settings_of(getattr(model.generation_config, "fewstep_effort", None), effort)
     prompts = input_ids if input_ids is not None else inputs
     if prompts is None:
         raise ValueError("few-step decoding needs input_ids")
@@ -103,15 +113,13 @@ def generate(
     answers = decode(
         model,
         [row[k].tolist() for row, k in zip(prompts, keep)],
-        sampler=sampler or "threshold",
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos,
-        block_size=block_size,
         temperature=temperature,
         top_p=top_p,
         seed=[seed + i for i in range(len(prompts))],
         stop=stop_at(strings, tokenizer) if strings else None,
-        **{k: v for k, v in others.items() if k in SETTINGS},
+        **settings,
     )
     longest = max(len(a.ids) for a in answers)
     tail = torch.tensor([a.ids + [pad] * (longest - len(a.ids)) for a in answers], device=prompts.device)

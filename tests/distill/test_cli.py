@@ -231,6 +231,24 @@ def test_generate_shows_the_text_after_every_forward_until_it_is_the_answer(tmp_
         assert answering.OPEN in texts[0] and answering.OPEN not in texts[-1]
 
 
+def test_generate_takes_a_published_students_effort_level(tmp_path, capsys):
+    model, tokenizer = tiny_model(vocab=VOCAB, seed=1), tiny_tokenizer()
+    make_student(model, tokenizer, StudentConfig(block_size=6), gated=False, seed=0)
+    save_student(model, tokenizer, tmp_path)
+    given = ["generate", str(tmp_path), "hi", "--max-new-tokens", "17"]
+    assert _exit_code([*given, "--effort", "low"]) == 2
+    assert "--effort='low': this student has no calibrated levels" in capsys.readouterr().err
+    file = tmp_path / "generation_config.json"
+    levels = {"low": {"sampler": "fixed", "settings": {"steps": 2}}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "fewstep_effort": levels, "_from_model_config": False}))
+    assert _exit_code([*given, "--effort", "low"]) == 0
+    by_level = capsys.readouterr().out
+    assert _exit_code([*given, "--sampler", "fixed", "--steps", "2"]) == 0
+    assert by_level == capsys.readouterr().out and "(fixed," in by_level
+    assert _exit_code([*given, "--effort", "low", "--threshold", "0.5"]) == 2
+    assert "leave out threshold" in capsys.readouterr().err
+
+
 def test_generate_takes_samplers_and_refuses_what_is_no_setting(tmp_path, capsys):
     model, tokenizer = tiny_model(vocab=VOCAB), tiny_tokenizer()
     make_student(model, tokenizer, StudentConfig(block_size=4), gated=False, seed=0)

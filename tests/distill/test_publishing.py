@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from fewstep.distill import publishing
@@ -119,6 +120,9 @@ def test_published_repository_is_a_plain_checkpoint_with_card_decoding_and_effor
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "got")
     assert model.generation_config.fewstep_effort["low"]["sampler"] == "threshold"
     assert model.generation_config.suppress_tokens == [model.config.fewstep["mask_token_id"]]
+    ids = torch.tensor([[5, 6, 7]])
+    stranger = dict(input_ids=ids, custom_generate=str(tmp_path / "got"), trust_remote_code=True, max_new_tokens=9)
+    assert torch.equal(model.generate(**stranger, effort="low"), model.generate(**stranger, threshold=0.5))
     assert "fewstep_effort" not in (parts / "student" / "generation_config.json").read_text()
 
 

@@ -80,3 +80,15 @@ def test_stop_strings_need_a_tokenizer_and_end_a_row(model):
         texts(model, stop_strings="x")
     with pytest.raises(ValueError, match="does not take num_beams"):
         texts(model, num_beams=4)
+
+
+def test_effort_brings_a_calibrated_level_and_goes_with_no_setting(model, monkeypatch):
+    levels = {"low": {"sampler": "threshold", "settings": {"threshold": 0.2}}, "high": {"reason": "no setting loses 0 points"}}
+    with pytest.raises(ValueError, match="no calibrated levels"):
+        texts(model, effort="low")
+    monkeypatch.setattr(model.generation_config, "fewstep_effort", levels, raising=False)
+    assert texts(model, effort="low") == wanted(model, threshold=0.2) != wanted(model)
+    with pytest.raises(ValueError, match="effort='high': no setting loses 0 points; this student has low"):
+        texts(model, effort="high")
+    with pytest.raises(ValueError, match="effort names the sampler and its settings: leave out threshold"):
+        texts(model, effort="low", threshold=0.5)

@@ -42,53 +42,55 @@ def objectives(*parts: str) -> str:
 
 ALONE = ["distill.order=noise", "distill.suffix=0.25"]
 UNDISTILLED = ["distill=null"]
-GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3"]
+GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", "adapt.max_steps=1500"]
 
-# system → (overrides of the task's recipe, whether it is a headline row: all tasks and seeds; others: ABLATED, seed 0)
-SYSTEMS: dict[str, tuple[list[str], bool]] = {
+# Where a system runs: on all tasks with all seeds, on all tasks with one seed, on two tasks with one seed.
+ALL, ONCE, SOME = "all tasks and seeds", "all tasks, one seed", "two tasks, one seed"
+# system → (overrides of the task's recipe, where it runs)
+SYSTEMS: dict[str, tuple[list[str], str]] = {
     # the recommended recipe; its evaluation has the AR teacher and the undistilled student too
-    "recommended": ([], True),
+    "recommended": ([], ALL),
     # as many optimizer steps as adaptation and distillation together, all of them adaptation
-    "undistilled, longer": (["adapt.max_steps=800", *UNDISTILLED], True),
+    "undistilled, longer": (["adapt.max_steps=1500", *UNDISTILLED], ALL),
     # the AR model tuned on the same targets, and nothing else
-    "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], True),
+    "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], ONCE),
     # the teacher untouched: adapters on noisy positions alone
-    "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}", *UNDISTILLED], True),
+    "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}", *UNDISTILLED], ONCE),
     # each objective alone beside ce and ar, masks at random
-    "ce alone": ([*ALONE, objectives(CE)], False),
-    "ce + kd": ([*ALONE, objectives(CE, "kd: 0.5")], False),
-    "ce + kd, reverse": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: reverse}")], False),
-    "ce + kd, total variation": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: total_variation}")], False),
-    "ce + certainty": ([*ALONE, objectives(CE, CERTAINTY)], False),
-    "ce + consistency": ([*ALONE, objectives(CE, "consistency: 1.0")], False),
+    "ce alone": ([*ALONE, objectives(CE)], SOME),
+    "ce + kd": ([*ALONE, objectives(CE, "kd: 0.5")], SOME),
+    "ce + kd, reverse": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: reverse}")], SOME),
+    "ce + kd, total variation": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: total_variation}")], SOME),
+    "ce + certainty": ([*ALONE, objectives(CE, CERTAINTY)], SOME),
+    "ce + consistency": ([*ALONE, objectives(CE, "consistency: 1.0")], SOME),
     "ce + correction": (
         [*ALONE, "distill.guess=0.5", objectives(CE, "correction: 1.0"),
-         f"eval.samplers=[{CURVE}, {{name: edit, threshold: 0.8, rewrite: 0.9}}, {{name: verify}}]"], False),
-    "ce, order by trajectory": (["distill.order=trajectory", "distill.order_share=1.0", objectives(CE)], False),
-    "ce, order by nll": (["distill.order=nll", "distill.order_share=1.0", objectives(CE)], False),
-    "ce, on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", objectives(CE)], False),
+         f"eval.samplers=[{CURVE}, {{name: edit, threshold: 0.8, rewrite: 0.9}}, {{name: verify}}]"], SOME),
+    "ce, order by trajectory": (["distill.order=trajectory", "distill.order_share=1.0", objectives(CE)], SOME),
+    "ce, order by nll": (["distill.order=nll", "distill.order_share=1.0", objectives(CE)], SOME),
+    "ce, on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", objectives(CE)], SOME),
     # the recommended recipe without one of its parts
-    "recommended − kd": ([objectives(CE, CERTAINTY)], False),
-    "recommended − certainty": ([objectives(CE, "kd: 0.3")], False),
-    "recommended − order": (["distill.order=noise"], False),
-    "recommended − suffix masks": (["distill.suffix=0"], False),
-    "recommended − curriculum": (["distill.noise_end=null"], False),
+    "recommended − kd": ([objectives(CE, CERTAINTY)], SOME),
+    "recommended − certainty": ([objectives(CE, "kd: 0.3")], SOME),
+    "recommended − order": (["distill.order=noise"], SOME),
+    "recommended − suffix masks": (["distill.suffix=0"], SOME),
+    "recommended − curriculum": (["distill.noise_end=null"], SOME),
     # other adaptations, undistilled
-    "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *UNDISTILLED], False),
-    "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}", *UNDISTILLED], False),
-    "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}", *UNDISTILLED], False),
-    "bidirectional": (["student.attention=bidirectional", "adapt.objectives={ce: 1.0}", "adapt.random_offset=0", *UNDISTILLED], False),
-    "causal inside blocks": (["student.attention=block_causal_inside", *UNDISTILLED], False),
-    "shifted": (["student.alignment=shifted", *UNDISTILLED], False),
-    "ar : ce = 0.3 : 1": (["adapt.objectives={ce: 1.0, ar: 0.3}", *UNDISTILLED], False),
-    "ar : ce = 1 : 0.3": (["adapt.objectives={ce: 0.3, ar: 1.0}", *UNDISTILLED], False),
-    "ar : ce = 0.2 : 1": (["adapt.objectives={ce: 1.0, ar: 0.2}", *UNDISTILLED], False),
-    "block 4": (["student.block_size=4", *UNDISTILLED], False),
-    "block 8": (["student.block_size=8", *UNDISTILLED], False),
-    "block 32": (["student.block_size=32", *UNDISTILLED], False),
+    "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *UNDISTILLED], SOME),
+    "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}", *UNDISTILLED], SOME),
+    "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}", *UNDISTILLED], SOME),
+    "bidirectional": (["student.attention=bidirectional", "adapt.objectives={ce: 1.0}", "adapt.random_offset=0", *UNDISTILLED], SOME),
+    "causal inside blocks": (["student.attention=block_causal_inside", *UNDISTILLED], SOME),
+    "shifted": (["student.alignment=shifted", *UNDISTILLED], SOME),
+    "ar : ce = 0.3 : 1": (["adapt.objectives={ce: 1.0, ar: 0.3}", *UNDISTILLED], SOME),
+    "ar : ce = 1 : 0.3": (["adapt.objectives={ce: 0.3, ar: 1.0}", *UNDISTILLED], SOME),
+    "ar : ce = 0.2 : 1": (["adapt.objectives={ce: 1.0, ar: 0.2}", *UNDISTILLED], SOME),
+    "block 4": (["student.block_size=4", *UNDISTILLED], SOME),
+    "block 8": (["student.block_size=8", *UNDISTILLED], SOME),
+    "block 32": (["student.block_size=32", *UNDISTILLED], SOME),
 }  # fmt: skip
 ABLATED = ("bits", "sort")
-FEWER = ["eval.tasks.0.limit=1000", "eval.baselines=[teacher]"]  # of what is no headline row
+FEWER = ["eval.tasks.0.limit=1000", "eval.baselines=[teacher]"]  # prompts and systems of what runs on two tasks
 SHIPPED, DRAWN = ("booking",), ("modes",)  # tasks whose teacher is in the repository; tasks that sampled.py measures
 
 
@@ -102,9 +104,9 @@ class Job:
 
     def overrides(self, quick: bool) -> list[str]:
         """Return the recipe's overrides, `key=value`."""
-        own, headline = SYSTEMS[self.system]
-        fewer = [] if headline else FEWER
-        small = ["adapt.max_steps=250", "distill.max_steps=100", "eval.tasks.0.limit=300"] if quick else []
+        own, where = SYSTEMS[self.system]
+        fewer = FEWER if where == SOME else []
+        small = ["adapt.max_steps=300", "distill.max_steps=450", "eval.tasks.0.limit=300"] if quick else []
         return [f"seed={self.seed}", *fewer, *small, *own, f"name={self.name(quick)}"]
 
     def name(self, quick: bool) -> str:
@@ -118,7 +120,9 @@ def jobs(tasks: list[str], systems: list[str], quick: bool) -> list[list[Job]]:
     groups = []
     for seed in SEEDS[:1] if quick else SEEDS:
         for task in tasks:
-            wanted = [s for s in systems if SYSTEMS[s][1] or (task in ABLATED and seed == SEEDS[0])]
+            here = {ALL} | ({ONCE} if seed == SEEDS[0] else set())
+            here |= {SOME} if seed == SEEDS[0] and task in ABLATED else set()
+            wanted = [s for s in systems if SYSTEMS[s][1] in here]
             if wanted:
                 groups.append([Job(task, system, seed) for system in wanted])
     return groups

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from run import DRAWN, RECIPES, ROOT, SYSTEMS, Job, jobs
+from run import ALL, DRAWN, ONCE, RECIPES, ROOT, SYSTEMS, Job, jobs
 
 from fewstep import machine
 from fewstep.runstore import StageFolder, write_atomic
@@ -219,7 +219,7 @@ def figure(rows: list[dict], path: Path) -> None:
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     fig, axes = pyplot.subplots(1, len(tasks), figsize=(3.6 * len(tasks), 3.2), squeeze=False, layout="constrained")
-    shown = ["undistilled", *(name for name, (_, headline) in SYSTEMS.items() if headline)]
+    shown = ["undistilled", *(name for name, (_, where) in SYSTEMS.items() if where in (ALL, ONCE))]
     for axis, task in zip(axes[0], tasks):
         own = [row for row in rows if row["task"] == task]
         for color, system in enumerate(shown):

@@ -168,12 +168,20 @@ def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameter
     # A trajectory-ordered stage decodes every target once with the student it starts from, one token a step.
     ordered = len(read_prompts(recipe.prompts)) * recipe.targets.max_new_tokens if config.order == "trajectory" else 0
     decoding = 2.0 * num_parameters * ordered * recipe.student.block_size
+    texts = 0 if config.on_policy is None else config.on_policy.rounds * config.on_policy.prompts
+    answer, size = recipe.targets.max_new_tokens, recipe.student.block_size
+    drafted = texts * -(-answer // size) * BLOCKS_PER_ANSWER  # forwards, were every text alone
+    # the student decodes in blocks, then the teacher, which is in memory from then on, reads every text once
+    decoding += 2.0 * num_parameters * (drafted * size + texts * answer)
     return Need(
         tokens=positions,
         flops=((6.0 if config.lora is None else 4.0) + 2.0 * looks) * num_parameters * positions + decoding,
-        memory=ADAM_BYTES * learns + 4 * frozen + activations + PROCESS_BYTES,
-        disk=4 * (num_parameters + learns) + checkpoint * (config.save_total_limit + 1) + 8 * ordered,
-        forwards=(3.0 + looks) * config.max_steps * config.gradient_accumulation_steps + ordered / 16,
+        memory=ADAM_BYTES * learns + 4 * frozen + activations + (4 * num_parameters if texts else 0) + PROCESS_BYTES,
+        disk=4 * (num_parameters + learns)
+        + checkpoint * (config.save_total_limit + 1)
+        + 8 * ordered
+        + texts * answer * (12 + 8 * recipe.targets.top_logprobs),
+        forwards=(3.0 + looks) * config.max_steps * config.gradient_accumulation_steps + ordered / 16 + drafted / 64,
     )
 
 

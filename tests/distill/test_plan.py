@@ -50,6 +50,17 @@ def test_plan_names_the_folders_that_run_then_makes(recipe_file, tmp_path, fake_
     assert all(path.name in text for path in folders.values()) and "publish.repo is null" in text
 
 
+def test_on_policy_rounds_cost_their_decoding_and_the_teacher(recipe_file):
+    plain, rounds = (
+        estimate(load_recipe(recipe_file, ["distill.order=noise", *extra]), SMOL)["distill"]
+        for extra in ([], ["distill.on_policy={rounds: 2, prompts: 100}"])
+    )
+    assert rounds.memory - plain.memory == 4 * SMOL["num_parameters"]
+    assert rounds.tokens == plain.tokens and rounds.forwards > plain.forwards
+    positions = (rounds.flops - plain.flops) / (2 * SMOL["num_parameters"])
+    assert 200 * 32 < positions < 200 * 32 * 10  # every text of up to 32 tokens, a few forwards a block
+
+
 def test_estimate_counts_what_the_recipe_asks_for(recipe_file):
     recipe = load_recipe(recipe_file, ["adapt.batch_tokens=2048", "targets.top_logprobs=64", "distill.order=noise"])
     needs = estimate(recipe, SMOL)

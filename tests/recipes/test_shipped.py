@@ -25,13 +25,14 @@ SMALL = [
 
 
 def prompts_of(recipe: str, folder):
-    """Return the overrides that a recipe of the lab needs: its prompts are made by benchmarks/lab/run.py, not shipped."""
-    if not recipe.startswith("lab/"):
+    """Return the overrides that a recipe of the lab needs: teacher and prompts are made by its runner, not shipped."""
+    if not recipe.startswith("lab/") or recipe == "lab/booking":
         return []
     file = folder / "prompts.jsonl"
     rows = [{"id": f"{i}", "instruction": f"bits {i}", "reference": str(i.bit_count())} for i in range(300, 330)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"prompts.path={file}", f"eval.tasks.0.path={file}"]
+    teacher = recipes_folder() / "quickstart" / "teacher"
+    return [f"teacher.model={teacher}", f"prompts.path={file}", f"eval.tasks.0.path={file}"]
 
 
 def clean_environment():

@@ -83,7 +83,10 @@ def test_stop_strings_need_a_tokenizer_and_end_a_row(model):
 
 
 def test_effort_brings_a_calibrated_level_and_goes_with_no_setting(model, monkeypatch):
-    levels = {"low": {"sampler": "threshold", "settings": {"threshold": 0.2}}, "high": {"reason": "no setting loses 0 points"}}
+    levels = {
+        "low": {"sampler": "threshold", "settings": {"threshold": 0.2}},
+        "high": {"reason": "no setting loses 0 points"},
+    }
     with pytest.raises(ValueError, match="no calibrated levels"):
         texts(model, effort="low")
     monkeypatch.setattr(model.generation_config, "fewstep_effort", levels, raising=False)

@@ -52,12 +52,14 @@ def answer(
     from fewstep.students.convert import load_student
     from fewstep.students.decoding.decode import SETTINGS, decode
     from fewstep.students.decoding.stops import stop_at
+    from fewstep.teachers.hf import device, torch_dtype
 
     for name, number in map(_number, given):
         if name not in SETTINGS:
             raise UserError(f"--setting {name}: no sampler has it; known: {', '.join(SETTINGS)}")
         settings[name] = number
-    model, tokenizer = load_student(folder)
+    model, tokenizer = load_student(folder, torch_dtype("auto"))
+    model.to(device())
     states: list[list[int | None]] = []
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
     try:

@@ -75,7 +75,9 @@ def modes(runs: Path) -> list[dict]:
         if name != "AR teacher":
             row["tpf"] = sum(len(a.ids) for a in drawn) / sum(a.nfe for a in drawn)
         rows.append(row)
-        print(f"{name:<18} {row['modes'][0]:.3f} {row['modes'][1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}")
+        print(
+            f"{name:<18} {row['modes'][0]:.3f} {row['modes'][1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}"
+        )
     _keep("lab-modes", rows, StageFolder(folders["adapt"]).manifest())
     return rows
 

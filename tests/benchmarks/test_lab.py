@@ -44,7 +44,9 @@ def solve(name: str, message: str) -> str:
     if name == "sort":
         return " ".join(sorted(listed, key=int, reverse=words == "sort down"))
     verb, side, limit = words.split()
-    kept = [n for n in listed if ((int(n) > int(limit)) if side == "above" else int(n) < int(limit)) == (verb == "keep")]
+    kept = [
+        n for n in listed if ((int(n) > int(limit)) if side == "above" else int(n) < int(limit)) == (verb == "keep")
+    ]
     return " ".join(kept) or "none"
 
 
@@ -113,7 +115,9 @@ def test_equal_quality_takes_the_better_of_verify_and_the_thresholds(lab):
 
     def measured(sampler, share, tpf):
         kept = teacher * (rng.random((seeds, prompts)) < share)
-        return table.Measured("student", sampler, {}, kept, np.full((seeds, prompts), 12.0), np.full((seeds, prompts), 12.0 / tpf))
+        return table.Measured(
+            "student", sampler, {}, kept, np.full((seeds, prompts), 12.0), np.full((seeds, prompts), 12.0 / tpf)
+        )
 
     boot = table.Bootstrap(seeds, prompts)
     curve = [measured("threshold", 0.5, 8.0), measured("threshold", 1.0, 2.0)]

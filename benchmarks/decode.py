@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from datetime import date
 from pathlib import Path
 
@@ -83,18 +82,18 @@ def _outside(model, prompts: list[list[int]], tokens: int, settings: dict) -> fl
 
     def timed(*args, **kwargs):
         nonlocal inside
-        start = time.perf_counter()
+        start = speed.now(model)
         out = real(*args, **kwargs)
-        inside += time.perf_counter() - start
+        inside += speed.now(model) - start
         return out
 
     model.forward = timed
     try:
         decode(model, prompts[:1], sampler="fixed", max_new_tokens=tokens, eos_token_ids=[], **settings)  # warm
-        inside, start = 0.0, time.perf_counter()
+        inside, start = 0.0, speed.now(model)
         for prompt in prompts[:8]:
             decode(model, [prompt], sampler="fixed", max_new_tokens=tokens, eos_token_ids=[], **settings)
-        return 1.0 - inside / (time.perf_counter() - start)
+        return 1.0 - inside / (speed.now(model) - start)
     finally:
         del model.forward
 

@@ -54,12 +54,14 @@ def answer(
     from fewstep.students.decoding.decode import SETTINGS, decode
     from fewstep.students.decoding.levels import settings_of
     from fewstep.students.decoding.stops import stop_at
+    from fewstep.teachers.hf import device, torch_dtype
 
     for name, number in map(_number, given):
         if name not in SETTINGS:
             raise UserError(f"--setting {name}: no sampler has it; known: {', '.join(SETTINGS)}")
         settings[name] = number
-    model, tokenizer = load_student(folder)
+    model, tokenizer = load_student(folder, torch_dtype("auto"))
+    model.to(device())
     chosen = {k: v for k, v in settings.items() if v is not None and k in ("sampler", "block_size", *SETTINGS)}
     if effort is not None:
         if chosen:

@@ -37,7 +37,11 @@ def training_dtype(precision: str) -> torch.dtype:
 
 
 class PlainEngine:
-    """One process, plain torch: the obviously right one."""
+    """One process, plain torch: the obviously right one.
+
+    A 16-bit weight has an fp32 master, which the optimizer moves and the weight is rounded from, as under DeepSpeed:
+    by itself a bf16 weight stays where it is under any update below 1/256 of it, and late in training most are.
+    """
 
     rank, world_size = 0, 1
 
@@ -46,6 +50,22 @@ class PlainEngine:
             raise UserError("engine.name=plain: runs in one process; use engine.name=deepspeed for several")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.optimizer, self.max_grad_norm = module.to(self.device), optimizer, max_grad_norm
+        self.masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # 16-bit parameter → what is optimized
+        for group in optimizer.param_groups:
+            group["params"] = [self._master(p) for p in group["params"]]
+
+    def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            return parameter
+        master = self.masters[parameter] = torch.nn.Parameter(parameter.detach().float())
+
+        def take_gradient(p: torch.nn.Parameter) -> None:
+            grad = p.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(take_gradient)
+        return master
 
     def forward(self, *args):
         return self.module(*args)
@@ -64,6 +84,9 @@ class PlainEngine:
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
         return float(norm)
 
     def all_sum(self, values: list[float]) -> list[float]:
@@ -79,7 +102,8 @@ class PlainEngine:
 
     def save(self, folder: Path) -> None:
         """Write everything a bit-exact continuation needs into `folder`."""
-        trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+        named = self.module.named_parameters()
+        trained = {n: self.masters.get(p, p).detach() for n, p in named if p.requires_grad}
         torch.save({"weights": trained, "optimizer": self.optimizer.state_dict()}, folder / "plain.pt")
 
     def load(self, folder: Path) -> None:
@@ -88,6 +112,8 @@ class PlainEngine:
             for name, parameter in self.module.named_parameters():
                 if name in state["weights"]:
                     parameter.copy_(state["weights"][name])
+                    if parameter in self.masters:
+                        self.masters[parameter].copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def whole_weights(self):

@@ -81,11 +81,11 @@ def own_loop(
     """Return the block decoder as a contestant; with the sampler "ar" it is our loop without drafting."""
 
     def answer(i: int) -> Timing:
-        start = _now(model)
+        start = now(model)
         done = decode(
             model, [prompts[i]], sampler=sampler, max_new_tokens=max_new_tokens, eos_token_ids=eos, **settings
         )[0]
-        return Timing(len(done.ids), _now(model) - start, float(done.first_token_s))
+        return Timing(len(done.ids), now(model) - start, float(done.first_token_s))
 
     return Contestant(key, "our decoder", answer)
 
@@ -111,16 +111,16 @@ def plain_loop(
     @torch.inference_mode()
     def answer(i: int) -> Timing:
         cache = copy.deepcopy(warm)
-        start = _now(model)
+        start = now(model)
         feed = torch.tensor([list(prompts[i][cut:])], device=model.device)  # [1, L]
         count, first = 0, None
         while True:
             logits = model(feed, use_cache=True, logits_to_keep=1, **{name: cache}).logits
             feed = logits[:, -1].argmax(-1, keepdim=True)  # [1, 1]
             count, token = count + 1, int(feed)
-            first = first or _now(model) - start
+            first = first or now(model) - start
             if token in ends or count == max_new_tokens:
-                return Timing(count, _now(model) - start, first)
+                return Timing(count, now(model) - start, first)
 
     return Contestant(key, "plain loop" + (", prefix cached" if prefix else ""), answer)
 
@@ -146,6 +146,8 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.Tensor:
         if self.at is None:
+            if input_ids.is_cuda:  # the token is only queued yet
+                torch.cuda.synchronize(input_ids.device)
             self.at = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -176,7 +178,7 @@ def hf_generate(
     def answer(i: int) -> Timing:
         ids = torch.tensor([list(prompts[i])], device=model.device)  # [1, L]
         cache, first = copy.deepcopy(warm), _FirstToken()
-        start = _now(model)
+        start = now(model)
         with torch.inference_mode():
             out = model.generate(
                 input_ids=ids,
@@ -185,7 +187,7 @@ def hf_generate(
                 stopping_criteria=StoppingCriteriaList([first]),
                 **{name: cache},
             )
-        seconds = _now(model) - start
+        seconds = now(model) - start
         return Timing(out.shape[1] - ids.shape[1], seconds, None if first.at is None else first.at - start)
 
     assisted = ", assisted by prompt lookup" if lookup else ""
@@ -237,7 +239,8 @@ def fastest(ways: Sequence[Contestant], num_prompts: int) -> tuple[Contestant, d
     return max(ways, key=lambda way: rates[way.implementation]), rates
 
 
-def _now(model: Any) -> float:
+def now(model: Any) -> float:
+    """Return the seconds of a clock, once the model's device has done what was asked of it."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -22,6 +22,7 @@ PACKAGES = (
     "pyarrow",
     "numpy",
     "gguf",
+    "triton",
 )
 
 

@@ -45,7 +45,9 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
             _follow(draft, current, sampler, values)
         commit = sampler.select(draft, **values) & draft.candidates
         best = draft.confidence.argmax(-1)
-        commit[torch.arange(len(active)), best] = draft.candidates.any(-1)  # progress: at least one token a forward
+        commit[torch.arange(len(active), device=best.device), best] = draft.candidates.any(
+            -1
+        )  # progress: at least one token a forward
         change = _revision(draft, current, commit, sampler, values)
 
         picked = zip(active, current, commit.tolist(), draft.token.tolist(), draft.confidence.tolist(), change)

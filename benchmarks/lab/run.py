@@ -106,7 +106,7 @@ class Job:
         """Return the recipe's overrides, `key=value`."""
         own, where = SYSTEMS[self.system]
         fewer = FEWER if where == SOME else []
-        small = ["adapt.max_steps=300", "distill.max_steps=450", "eval.tasks.0.limit=300"] if quick else []
+        small = ["adapt.max_steps=600", "distill.max_steps=150", "eval.tasks.0.limit=300"] if quick else []
         return [f"seed={self.seed}", *fewer, *small, *own, f"name={self.name(quick)}"]
 
     def name(self, quick: bool) -> str:

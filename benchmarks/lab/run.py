@@ -115,10 +115,12 @@ class Job:
         return f"lab-{self.task}-{slug}-{self.seed}{'-quick' if quick else ''}"
 
 
-def jobs(tasks: list[str], systems: list[str], quick: bool) -> list[list[Job]]:
+def jobs(
+    tasks: list[str], systems: list[str], quick: bool, seeds: tuple[int, ...] | list[int] = SEEDS
+) -> list[list[Job]]:
     """Return the jobs in groups that share targets and adaptation."""
     groups = []
-    for seed in SEEDS[:1] if quick else SEEDS:
+    for seed in SEEDS[:1] if quick else seeds:
         for task in tasks:
             here = {ALL} | ({ONCE} if seed == SEEDS[0] else set())
             here |= {SOME} if seed == SEEDS[0] and task in ABLATED else set()
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one task, one seed, fewer steps and prompts")
     parser.add_argument("--tasks", nargs="+", choices=[p.stem for p in RECIPES.glob("*.yaml")], metavar="TASK")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS), metavar="SEED")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "lab")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="groups side by side, a core each")
     args = parser.parse_args()
@@ -192,7 +195,7 @@ def main() -> None:
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         for i in range(args.jobs):
             cores.put(available[i % len(available)] if available else None)
-        groups = jobs([task for task in tasks if task not in DRAWN], systems, args.quick)
+        groups = jobs([task for task in tasks if task not in DRAWN], systems, args.quick, args.seeds)
         failed = sum(pool.map(lambda group: run_group(group, args.runs, args.quick, cores), groups), [])
     for task in tasks:
         if task in DRAWN:

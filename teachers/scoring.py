@@ -3,7 +3,7 @@
 Shapes: B rows of a batch, L longest prompt and response, V vocabulary, K top log-probs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,28 @@ def score(
         One Generation a row, in order; its finish_reason is left to the caller.
     """
     out = [Generation(ids=list(response)) for response in responses]
+    for i, logits in _outputs(model, prompts, responses, batch_size):
+        record(logits, top_logprobs, [out[i]] * len(logits))
+    return out
+
+
+@torch.inference_mode()
+def token_logprobs(
+    model: Any, prompts: list[list[int]], responses: list[list[int]], batch_size: int = 16
+) -> list[list[float]]:
+    """Return ln p of every response token given those before it, at T=1; arguments as of `score`."""
+    out: list[list[float]] = [[] for _ in responses]
+    for i, logits in _outputs(model, prompts, responses, batch_size):
+        logprobs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+        tokens = torch.tensor(responses[i], device=logits.device)
+        out[i] = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return out
+
+
+def _outputs(
+    model: Any, prompts: list[list[int]], responses: list[list[int]], batch_size: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each row's place and the [len(response), V] logits that say its tokens."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
     for first in range(0, len(order), batch_size):
         rows = order[first : first + batch_size]
@@ -44,8 +66,7 @@ def score(
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # [B, L, V]
         for row, i in zip(logits, rows):
             begin = len(prompts[i]) - 1  # its output says the response's first token
-            record(row[begin : begin + len(responses[i])], top_logprobs, [out[i]] * len(responses[i]))
-    return out
+            yield i, row[begin : begin + len(responses[i])]
 
 
 def scorer(teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfig, folder: Path) -> Scorer:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "lab"
 HERE = Path(__file__).parent
 DATA = HERE / "data"  # teachers and prompts, made once and not in the repository
-TRAIN, EVAL = (2400, 7), (2000, 8)  # (rows, seed of the draw) of a task's training and evaluation prompts
+DRAW = {"train": 7, "eval": 8}  # seeds of the draw of a task's training and evaluation prompts
 SEEDS = (0, 1, 2)
 
 CE, CERTAINTY = "ce: 1.0, ar: 1.0", "certainty: {from: 0, to: 0.5, over: 0.5, temperature: 0.5}"
@@ -91,7 +91,10 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 ABLATED = ("bits", "sort")
 FEWER = ["eval.tasks.0.limit=1000", "eval.baselines=[teacher]"]  # prompts and systems of what runs on two tasks
-SHIPPED, DRAWN = ("booking",), ("modes",)  # tasks whose teacher is in the repository; tasks that sampled.py measures
+SHIPPED, DRAWN = (
+    ("booking",),
+    ("modes", "stories"),
+)  # tasks whose teacher is in the repository; tasks that sampled.py measures
 
 
 @dataclass(frozen=True)
@@ -135,14 +138,17 @@ def make(name: str) -> None:
     if name in SHIPPED:
         return
     task, folder = TASKS[name], DATA / name
+    if task.before is not None:
+        task.before()
     sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
-    key = hashlib.sha256(json.dumps([sample, task.teacher, TRAIN, EVAL], sort_keys=True).encode()).hexdigest()
+    wanted = [(task.train, DRAW["train"]), (task.evaluation, DRAW["eval"])]
+    key = hashlib.sha256(json.dumps([sample, task.teacher, *wanted], sort_keys=True).encode()).hexdigest()
     made = folder / "made.json"
     if made.is_file() and json.loads(made.read_text())["key"] == key:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for split, (count, seed) in (("train", TRAIN), ("eval", EVAL)):
+    for split, (count, seed) in zip(("train", "eval"), wanted):
         kept = [
             {"id": f"{split}-{i}", "instruction": row["instruction"], "reference": row["reference"]}
             for i, row in enumerate(rows(task, split, count, seed))

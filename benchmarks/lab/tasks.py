@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import booking
+import stories
 
 WHOLE = 2**31 - 1  # reasoning-gym's virtual data sets are as long as we like
 
@@ -32,6 +33,9 @@ class Task:
     name: str
     stream: Callable[[str, int], Iterator[dict]]
     max_new_tokens: int
+    train: int = 2400  # rows of a task's training and evaluation prompts
+    evaluation: int = 2000
+    before: Callable[[], None] | None = None  # what must be made before there are rows
     teacher: dict = field(default_factory=dict)  # what train_teacher.py takes beside its defaults
 
 
@@ -150,16 +154,29 @@ def _spaced(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 
+def _stories(split: str, seed: int) -> Iterator[dict]:
+    return stories.stream(split, seed, is_eval)
+
+
 MODES = ("dark blue", "light red")  # each word a token; `dark red` and `light blue` are of neither
 TASKS = {
     task.name: task
     for task in (
         Task("booking", _booking, 72),
-        Task("sort", _split(sort), 48, {"steps": 1800}),
-        Task("filter", _split(filtering), 48, {"steps": 1800}),
-        Task("base", _split(base), 64, {"steps": 1800}),
-        Task("bits", _split(bits), 80, {"steps": 500}),
-        Task("modes", _split(modes), 8, {"steps": 250, "vocab": 300}),
+        Task("sort", _split(sort), 48, teacher={"steps": 1800}),
+        Task("filter", _split(filtering), 48, teacher={"steps": 1800}),
+        Task("base", _split(base), 64, teacher={"steps": 1800}),
+        Task("bits", _split(bits), 80, teacher={"steps": 500}),
+        Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),
+        Task(
+            "stories",
+            _stories,
+            80,
+            train=1800,
+            evaluation=600,
+            before=stories.tell,
+            teacher={"steps": 2000, "vocab": 1024},
+        ),
     )
 }
 

@@ -106,10 +106,9 @@ def test_fill_keeps_to_the_budget_and_near_the_fewest_rows():
         return all(len(row) == 1 or sum(lengths[i] for i in row) <= 12 for row in rows)
 
     rng = np.random.default_rng(0)
-    for _ in range(40):
-        n = int(rng.integers(1, 6))
-        lengths = rng.integers(1, 14, n).tolist()
-        rows = fill(lengths, 12)
+    drawn = (rng.integers(1, 14, int(rng.integers(1, 6))).tolist() for _ in range(40))
+    for lengths in ([3, 3, 9, 9], *drawn):
+        n, rows = len(lengths), fill(lengths, 12)
         assert sorted(i for row in rows for i in row) == list(range(n)) and fits(rows, lengths)
         choices = (
             [[i for i in range(n) if of[i] == b] for b in set(of)] for of in itertools.product(range(n), repeat=n)

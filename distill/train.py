@@ -13,7 +13,7 @@ import torch
 
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
-from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
+from fewstep.distill.engine import build_engine, packs, prepare_environment, training_dtype
 from fewstep.distill.examples import (
     Sample,
     cost,
@@ -25,7 +25,7 @@ from fewstep.distill.examples import (
 )
 from fewstep.distill.objectives.rows import masked
 from fewstep.distill.tracking import Tracker
-from fewstep.distill.trainee import Trainee, load_objectives, row_weights
+from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.progress import progress
 from fewstep.signals import stop_requested
@@ -111,10 +111,19 @@ def run(
     if "kd" in objectives and not num_topk:
         raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
 
+    least = worker.world_size * config.gradient_accumulation_steps
+    row_tokens = max(1, config.batch_tokens // least) if packs(engine.packing, worker.device.type) else None
+
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
         drawn = [draw_example(s, config, block_size, eos, seed, epoch, share, context) for s in chosen]
         batch = build_batch(
-            drawn, facts["mask_token_id"], facts["attention"], config.fill_weight, num_topk, facts["alignment"]
+            drawn,
+            facts["mask_token_id"],
+            facts["attention"],
+            config.fill_weight,
+            num_topk,
+            facts["alignment"],
+            row_tokens,
         )
         return batch.to(worker.device)
 
@@ -136,7 +145,6 @@ def run(
         worker.barrier()
         return on_policy.mixed(samples, path, config.on_policy.share)
 
-    least = worker.world_size * config.gradient_accumulation_steps
     if config.on_policy is not None and engine.name == "deepspeed" and engine.zero_stage == 3 and worker.world_size > 1:
         raise UserError(
             f"{stage}.on_policy: the student decodes on one rank, and engine.zero_stage 3 spreads it over {worker.world_size}; use 2"
@@ -165,14 +173,11 @@ def run(
             # each objective is a mean over the whole step: all ranks, all micro-batches
             per_batch = [row_weights(batch, objectives) for batch in batches]
             totals = worker.all_sum([sum(w[name] for w in per_batch) for name in objectives])
-            coefficients = {
-                name: config.objectives[name].at(share) / total if total else 0.0
-                for name, total in zip(objectives, totals)
-            }
+            shares = coefficients(config.objectives, dict(zip(objectives, totals)), share)
             sums = {name: 0.0 for name in objectives}
             loss_sum = 0.0
             for i, batch in enumerate(batches):
-                loss, parts = worker.forward(batch, coefficients)
+                loss, parts = worker.forward(batch, shares)
                 worker.backward(loss)
                 if i + 1 < len(batches):
                     worker.micro_step()

@@ -124,6 +124,17 @@ def row_weights(batch: Batch, objectives: dict) -> dict[str, float]:
     return {name: float(objective.weights(batch).sum()) for name, objective in objectives.items()}
 
 
+def coefficients(settings: dict, totals: dict[str, float], progress: float) -> dict[str, float]:
+    """Return what each objective's weighted sum counts, so that it is a mean over the whole step.
+
+    Args:
+        settings: name → its settings in the recipe.
+        totals: name → Σ of its row weights over all ranks and micro-batches (`row_weights`).
+        progress: share of the stage's steps done, in [0, 1].
+    """
+    return {name: settings[name].at(progress) / total if total else 0.0 for name, total in totals.items()}
+
+
 def _logit_scale(config) -> float:
     if getattr(config, "logits_scaling", None):  # Granite divides
         return 1.0 / config.logits_scaling

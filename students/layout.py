@@ -1,6 +1,9 @@
 """The training layout `[clean | noisy_1 | … | noisy_M]`: every block of a response in one forward.
 
-Shapes: B rows, C clean and N noisy positions a copy, M copies, Q = C + M·N, R supervised rows, K top-k.
+A row holds one example and padding, or several examples packed: the clean streams of all, then the noisy
+copies of all, since the gate of gated adapters is a suffix of the row.
+
+Shapes: B rows, C clean and N noisy positions, Q = C + N, M noisy copies of an example, R supervised rows, K top-k.
 
 Source: block diffusion with a shared clean stream (BD3-LM; Efficient-DLM's context-causal variant).
 """
@@ -13,6 +16,7 @@ import torch
 
 from fewstep.students.decoding.gated import noisy
 from fewstep.students.decoding.masks import layer_masks
+from fewstep.students.packing import packed, padded
 
 CLEAN = -1
 
@@ -46,15 +50,16 @@ class Example:
 
 @dataclass
 class Batch:
-    """A padded batch: what the body reads, and which rows of it are supervised.
+    """Rows of examples: what the body reads, and which of its positions are supervised.
 
     ids, pos, seg, block, start: [B, Q] int64; seg is CLEAN or the copy; start is where the block begins.
-    valid: [B, Q] bool. num_noisy: M·N, the gate of gated adapters.
+    valid: [B, Q] bool. num_noisy: N, the gate of gated adapters.
     rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
     clean [R] bool (an AR row), eligible [R] bool (no visible token right of it in its block),
     guessed [R] bool (to hold the student's own guess) and still [R] bool (masked in the later state too);
     topk_ids [R, K], topk_logprobs [R, K] f32 (natural log), tail_mass [R] f32, with has_teacher [R] bool.
     later_ids: [B, Q] int64, what the body reads in the later state, or None.
+    doc: [B, Q] int64, which example of its row a position belongs to, or None: one a row.
     """
 
     ids: torch.Tensor
@@ -76,6 +81,7 @@ class Batch:
     tail_mass: torch.Tensor
     has_teacher: torch.Tensor
     later_ids: torch.Tensor | None = None
+    doc: torch.Tensor | None = None
 
     def to(self, device) -> "Batch":
         """Move every tensor."""
@@ -102,8 +108,9 @@ def build_batch(
     fill_weight: float,
     num_topk: int = 0,
     alignment: str = "same_position",
+    row_tokens: int | None = None,
 ) -> Batch:
-    """Lay out examples side by side.
+    """Lay out examples, their supervised rows in the order given.
 
     Args:
         mask_token_id: written where `masks` is true.
@@ -113,53 +120,59 @@ def build_batch(
         num_topk: K; 0 leaves the teacher's distributions out.
         alignment: `same_position`, or `shifted`: a masked token is said by the position before it, a block's
             first by the clean stream.
+        row_tokens: pack examples into rows of at most so many positions, at least one a row; None: one a row, padded.
     """
     with_response = attention != "bidirectional"
-    B, M = len(examples), examples[0].masks.shape[0]
-    C = max(len(e.prompt) + (len(e.response) if with_response else 0) for e in examples)
-    N = max(len(e.noisy) for e in examples)
-    Q = C + M * N
+    clean_lengths = [len(e.prompt) + (len(e.response) if with_response else 0) for e in examples]
+    lengths = clean_lengths, [len(e.noisy) for e in examples], len(examples[0].masks)
+    layout = padded(*lengths) if row_tokens is None else packed(*lengths, row_tokens)
+    B, Q = layout.num_rows, layout.num_clean + layout.num_noisy
     ids, pos, block, start = (np.zeros((B, Q), np.int64) for _ in range(4))
     seg = np.full((B, Q), CLEAN, np.int64)
     valid = np.zeros((B, Q), bool)
     later_ids = None if examples[0].later is None else np.zeros((B, Q), np.int64)
+    doc = None if row_tokens is None else np.zeros((B, Q), np.int64)
     out: defaultdict[str, list[np.ndarray]] = defaultdict(list)
     teacher: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "logprobs", "tail", "has")}
-    for b, e in enumerate(examples):
-        P, L, n = len(e.prompt), len(e.response), len(e.noisy)
+    for e, place in zip(examples, layout.places):
+        b, P, L, n = place.row, len(e.prompt), len(e.response), len(e.noisy)
         clean = np.concatenate([e.prompt, e.response]) if with_response else e.prompt
-        ids[b, : len(clean)], valid[b, : len(clean)] = clean, True
-        pos[b, : len(clean)] = np.arange(len(clean))
+        own = slice(place.clean, place.clean + len(clean))
+        ids[b, own], valid[b, own], pos[b, own] = clean, True, np.arange(len(clean))
         if later_ids is not None:
-            later_ids[b, : len(clean)] = clean
+            later_ids[b, own] = clean
+        if doc is not None:
+            doc[b, own] = place.doc
+        response = b * Q + place.clean + P  # where its clean response begins, in the flattened batch
         if with_response:  # AR rows: the position before each response token
-            rows = b * Q + P - 1 + np.arange(L)
+            rows = response - 1 + np.arange(L)
             right = e.response if e.labels is None else e.labels
             _supervise(out, rows, right, np.ones(L), clean=True, eligible=False, guessed=False, still=False)
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
         labels = e.noisy if e.labels is None else np.concatenate([e.labels, e.noisy[L:]])
-        for m in range(M):
-            at = C + m * N
-            masked = e.masks[m]
-            ids[b, at : at + n] = np.where(masked, mask_token_id, e.noisy)
-            pos[b, at : at + n] = P + np.arange(n)
-            seg[b, at : at + n], valid[b, at : at + n] = m, True
-            block[b, at : at + n], start[b, at : at + n] = e.block, P + begins
+        for m, (at, masked) in enumerate(zip(place.copies, e.masks)):
+            own = slice(at, at + n)
+            ids[b, own] = np.where(masked, mask_token_id, e.noisy)
+            pos[b, own] = P + np.arange(n)
+            seg[b, own], valid[b, own] = m, True
+            block[b, own], start[b, own] = e.block, P + begins
+            if later_ids is not None:
+                later_ids[b, own] = np.where(e.later[m], mask_token_id, e.noisy)
+            if doc is not None:
+                doc[b, own] = place.doc
             where = np.flatnonzero(masked)
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
             still = False if e.later is None else e.later[m, where]
             rows = b * Q + at + where
             if alignment == "shifted":
-                rows = np.where(where == begins[where], b * Q + P, b * Q + at) + where - 1
+                rows = np.where(where == begins[where], response, b * Q + at) + where - 1
             counts = weight[where]
             if e.labels is not None:  # they follow the tokens before them alone, and those that stand there
                 counts = counts * ~(visible_right | _behind_wrong(masked & (labels != e.noisy), e.block))[where]
             _supervise(out, rows, labels[where], counts, clean=False, eligible=eligible, guessed=e.guess, still=still)
-            if later_ids is not None:
-                later_ids[b, at : at + n] = np.where(e.later[m], mask_token_id, e.noisy)
             _teach(teacher, e, where, num_topk)
     return Batch(
         ids=torch.from_numpy(ids),
@@ -168,7 +181,7 @@ def build_batch(
         block=torch.from_numpy(block),
         start=torch.from_numpy(start),
         valid=torch.from_numpy(valid),
-        num_noisy=M * N,
+        num_noisy=layout.num_noisy,
         rows=_cat(out["rows"], torch.int64),
         labels=_cat(out["labels"], torch.int64),
         weight=_cat(out["weight"], torch.float32),
@@ -181,6 +194,7 @@ def build_batch(
         tail_mass=_cat(teacher["tail"], torch.float32),
         has_teacher=_cat(teacher["has"], torch.bool),
         later_ids=None if later_ids is None else torch.from_numpy(later_ids),
+        doc=None if doc is None else torch.from_numpy(doc),
     )
 
 
@@ -188,7 +202,7 @@ def allowed(batch: Batch, attention: str) -> torch.Tensor:
     """Return who may see whom, [B, Q, Q] bool (query, key); a padded query sees itself alone.
 
     Clean sees clean causally; noisy sees its own block of its own copy (`block_causal_inside`: up to
-    itself), and the clean stream before that block.
+    itself), and the clean stream before that block; nothing sees another example.
 
     Source: block diffusion (BD3-LM), with a causal clean stream as in Efficient-DLM.
     """
@@ -205,6 +219,8 @@ def allowed(batch: Batch, attention: str) -> torch.Tensor:
         reach = torch.where(clean, batch.pos + 1, batch.start)
         allow = own | k(clean) & (k(batch.pos) < q(reach))
     allow = allow & k(batch.valid) & q(batch.valid)
+    if batch.doc is not None:
+        allow &= q(batch.doc) == k(batch.doc)
     return allow | torch.eye(batch.ids.shape[1], dtype=torch.bool, device=allow.device) & ~q(batch.valid)
 
 

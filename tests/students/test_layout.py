@@ -32,7 +32,7 @@ def brute_force(batch, attention):
                 out[b, q, q] = True
                 continue
             for k in range(Q):
-                if not batch.valid[b, k]:
+                if not batch.valid[b, k] or (batch.doc is not None and batch.doc[b, q] != batch.doc[b, k]):
                     continue
                 q_clean, k_clean = batch.seg[b, q] == CLEAN, batch.seg[b, k] == CLEAN
                 if attention == "bidirectional":

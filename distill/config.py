@@ -283,9 +283,9 @@ class EngineConfig(Config):
     name: Literal["deepspeed", "plain"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: fp32 on a CPU, bf16 on a GPU")
-    packing: Literal["auto", "packed", "padded"] = Field(
-        "auto",
-        description="packed: samples stand side by side in rows of up to batch_tokens ÷ (ranks × gradient_accumulation_steps) positions and never see each other; padded: one a row. auto: packed on a GPU, padded on a CPU, where the mask makes attention quadratic in a row",
+    packing: Literal["padded", "packed"] = Field(
+        "padded",
+        description="padded: one sample a row, those of a step of like length; packed: samples stand side by side in rows of up to batch_tokens ÷ (ranks × gradient_accumulation_steps) positions and never see each other, so nothing is padding, but mask and attention grow with the square of a row",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads; bit-exact repeats need the same count. Default: all cores"

@@ -36,11 +36,6 @@ def training_dtype(precision: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
-def packs(packing: str, device: str) -> bool:
-    """Return whether samples stand side by side; on a CPU, padded rows keep the dense mask and attention small."""
-    return device == "cuda" if packing == "auto" else packing == "packed"
-
-
 class PlainEngine:
     """One process, plain torch: the obviously right one.
 

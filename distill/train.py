@@ -13,7 +13,7 @@ import torch
 
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
-from fewstep.distill.engine import build_engine, packs, prepare_environment, training_dtype
+from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
 from fewstep.distill.examples import (
     Sample,
     cost,
@@ -112,7 +112,7 @@ def run(
         raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
 
     least = worker.world_size * config.gradient_accumulation_steps
-    row_tokens = max(1, config.batch_tokens // least) if packs(engine.packing, worker.device.type) else None
+    row_tokens = max(1, config.batch_tokens // least) if engine.packing == "packed" else None
 
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
         drawn = [draw_example(s, config, block_size, eos, seed, epoch, share, context) for s in chosen]

@@ -9,7 +9,6 @@ import torch
 from fewstep.distill import train
 from fewstep.distill.chain import chain
 from fewstep.distill.config import AdaptConfig, EngineConfig, LoraConfig, ObjectiveConfig
-from fewstep.distill.engine import packs
 from fewstep.distill.examples import Sample, draw_example
 from fewstep.distill.recipe import load_recipe
 from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
@@ -173,15 +172,10 @@ def test_the_clean_stream_is_blind_to_the_noisy_copies():
         assert_equal(loss_and_gradients(trainee, [lay(others, "block", row_tokens)]), before, 1e-6)  # chunks differ
 
 
-def test_auto_packs_on_a_gpu_alone():
-    assert [packs("auto", "cuda"), packs("auto", "cpu")] == [True, False]
-    assert packs("packed", "cpu") and not packs("padded", "cuda")
-
-
 def test_packing_names_no_stage(recipe_file):
     hashes = [
         {name: stage.hash for name, stage in chain(load_recipe(recipe_file, [f"engine.packing={value}"])).items()}
-        for value in ("auto", "packed", "padded")
+        for value in ("packed", "padded")
     ]
     assert hashes[0] == hashes[1] == hashes[2]
 

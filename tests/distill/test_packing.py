@@ -25,7 +25,13 @@ OFTEN = (3, 4, 5)  # tokens that the samples often hold and the students often s
 LENGTHS = ((3, 5), (9, 12), (6, 7), (4, 1), (12, 17), (5, 9))  # prompt and response
 OBJECTIVES = ["ce", "ar", "kd forward", "kd reverse", "kd total_variation", "certainty", "consistency", "correction"]
 STUDENTS = [("llama", "block"), ("mistral", "block"), ("gemma2", "block"), ("llama", "block_causal_inside"), ("gemma2", "bidirectional")]  # fmt: skip
-CASES = [(o, *s) for s in STUDENTS for o in OBJECTIVES if s[1] != "bidirectional" or o.split()[0] not in ("ar", "kd")]
+FAST = STUDENTS[:1] + STUDENTS[-1:]  # the others are left to the slow tests
+CASES = [
+    pytest.param(o, *s, marks=() if s in FAST else pytest.mark.slow)
+    for s in STUDENTS
+    for o in OBJECTIVES
+    if s[1] != "bidirectional" or o.split()[0] not in ("ar", "kd")
+]
 
 
 def draw(attention, on_policy=False):

@@ -1,13 +1,13 @@
-"""Run the lab: every task, baseline and ablation, and write one table and one figure.
+"""Run the lab: every task, baseline and ablation, then one table and one figure.
 
     python benchmarks/lab/run.py --quick          one task, one seed, few prompts: about 15 minutes
-    python benchmarks/lab/run.py                  everything, on two cores in about six hours
-    python benchmarks/lab/run.py --tasks sort bits --systems recommended longer
+    python benchmarks/lab/run.py                  everything, on two cores in about seven hours
+    python benchmarks/lab/run.py --tasks sort bits --systems recommended "undistilled, longer" --seeds 0
 
 Resumable: a job is a recipe's chain of stages, and finished stages are skipped. A job is one system
 (a line of SYSTEMS) on one task with one training seed; the jobs of a task and seed run one after the
 other, because they share targets and adaptation, and `--jobs` of these groups run side by side, each on a core of
-its own. What the jobs left is gathered by `table.py` into benchmarks/results/lab.json and lab.svg.
+its own. `table.py` gathers what they left into benchmarks/results/lab.json, lab.md and lab.svg.
 """
 
 import argparse
@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tasks import TASKS, rows
+from tasks import TASKS, TEACHER_VERSION, rows
+
+from fewstep.errors import RunFailed, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "lab"
 HERE = Path(__file__).parent
+RESULTS = ROOT / "benchmarks" / "results"
 DATA = HERE / "data"  # teachers and prompts, made once and not in the repository
 DRAW = {"train": 7, "eval": 8}  # seeds of the draw of a task's training and evaluation prompts
 SEEDS = (0, 1, 2)
@@ -42,7 +45,8 @@ def objectives(*parts: str) -> str:
 
 ALONE = ["distill.order=noise", "distill.suffix=0.25"]
 UNDISTILLED = ["distill=null"]
-GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", "adapt.max_steps=1500"]
+LONGER = ["adapt.max_steps=1500", *UNDISTILLED]  # as many optimizer steps as adaptation and distillation together
+GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER]
 
 # Where a system runs: on all tasks with all seeds, on all tasks with one seed, on two tasks with one seed.
 ALL, ONCE, SOME = "all tasks and seeds", "all tasks, one seed", "two tasks, one seed"
@@ -50,12 +54,12 @@ ALL, ONCE, SOME = "all tasks and seeds", "all tasks, one seed", "two tasks, one 
 SYSTEMS: dict[str, tuple[list[str], str]] = {
     # the recommended recipe; its evaluation has the AR teacher and the undistilled student too
     "recommended": ([], ALL),
-    # as many optimizer steps as adaptation and distillation together, all of them adaptation
-    "undistilled, longer": (["adapt.max_steps=1500", *UNDISTILLED], ALL),
+    # all of the optimizer steps are adaptation
+    "undistilled, longer": (LONGER, ALL),
     # the AR model tuned on the same targets, and nothing else
     "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], ONCE),
     # the teacher untouched: adapters on noisy positions alone
-    "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}", *UNDISTILLED], ONCE),
+    "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}"], ONCE),
     # each objective alone beside ce and ar, masks at random
     "ce alone": ([*ALONE, objectives(CE)], SOME),
     "ce + kd": ([*ALONE, objectives(CE, "kd: 0.5")], SOME),
@@ -75,11 +79,12 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
     "recommended − order": (["distill.order=noise"], SOME),
     "recommended − suffix masks": (["distill.suffix=0"], SOME),
     "recommended − curriculum": (["distill.noise_end=null"], SOME),
-    # other adaptations, undistilled
-    "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *UNDISTILLED], SOME),
-    "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}", *UNDISTILLED], SOME),
-    "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}", *UNDISTILLED], SOME),
-    "bidirectional": (["student.attention=bidirectional", "adapt.objectives={ce: 1.0}", "adapt.random_offset=0", *UNDISTILLED], SOME),
+    # other adaptations, undistilled: adapters for 1,500 steps, beside `undistilled, longer`; the others for 1,200
+    "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *LONGER], SOME),
+    "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}"], SOME),
+    "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}"], SOME),
+    "bidirectional": (["student.attention=bidirectional", "adapt.objectives={ce: 1.0}", "adapt.random_offset=0",
+                       f"eval.samplers=[{CURVE}]", *UNDISTILLED], SOME),
     "causal inside blocks": (["student.attention=block_causal_inside", *UNDISTILLED], SOME),
     "shifted": (["student.alignment=shifted", *UNDISTILLED], SOME),
     "ar : ce = 0.3 : 1": (["adapt.objectives={ce: 1.0, ar: 0.3}", *UNDISTILLED], SOME),
@@ -109,8 +114,16 @@ class Job:
         """Return the recipe's overrides, `key=value`."""
         own, where = SYSTEMS[self.system]
         fewer = FEWER if where == SOME else []
-        small = ["adapt.max_steps=600", "distill.max_steps=150", "eval.tasks.0.limit=300"] if quick else []
-        return [f"seed={self.seed}", *fewer, *small, *own, f"name={self.name(quick)}"]
+        given = [f"seed={self.seed}", *fewer, *own, f"name={self.name(quick)}"]
+        if not quick:
+            return given
+        halved = ["adapt.max_steps=750"] if LONGER[0] in own else ["adapt.max_steps=600"]
+        return [
+            *given,
+            *halved,
+            *([] if UNDISTILLED[0] in own else ["distill.max_steps=150"]),
+            "eval.tasks.0.limit=300",
+        ]
 
     def name(self, quick: bool) -> str:
         """Return the name under which the runs folder lists the job's stages."""
@@ -123,7 +136,7 @@ def jobs(
 ) -> list[list[Job]]:
     """Return the jobs in groups that share targets and adaptation."""
     groups = []
-    for seed in SEEDS[:1] if quick else seeds:
+    for seed in seeds:
         for task in tasks:
             here = {ALL} | ({ONCE} if seed == SEEDS[0] else set())
             here |= {SOME} if seed == SEEDS[0] and task in ABLATED else set()
@@ -134,7 +147,7 @@ def jobs(
 
 
 def make(name: str) -> None:
-    """Write a task's prompts and train its teacher under benchmarks/lab/data/, unless they are there and of these rows."""
+    """Write a task's prompts and train its teacher under benchmarks/lab/data/, unless just these are there."""
     if name in SHIPPED:
         return
     task, folder = TASKS[name], DATA / name
@@ -142,7 +155,9 @@ def make(name: str) -> None:
         task.before()
     sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
     wanted = [(task.train, DRAW["train"]), (task.evaluation, DRAW["eval"])]
-    key = hashlib.sha256(json.dumps([sample, task.teacher, *wanted], sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([TEACHER_VERSION, sample, task.teacher, *wanted], sort_keys=True).encode()
+    ).hexdigest()
     made = folder / "made.json"
     if made.is_file() and json.loads(made.read_text())["key"] == key:
         return
@@ -161,6 +176,21 @@ def make(name: str) -> None:
         check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     made.write_text(json.dumps({"key": key}))
+
+
+def made(name: str) -> bool:
+    """Make a task; where that cannot be done say why, in a line, and return False."""
+    try:
+        make(name)
+    except ModuleNotFoundError as error:
+        print(
+            f"{name}: left out: {error.name} is not installed; pip install -c constraints.txt -e '.[lab]'", flush=True
+        )
+    except (UserError, RunFailed, ValueError, subprocess.CalledProcessError) as error:
+        print(f"{name}: left out: {str(error).splitlines()[0]}", flush=True)
+    else:
+        return True
+    return False
 
 
 def run_group(group: list[Job], runs: Path, quick: bool, cores: SimpleQueue) -> list[Job]:
@@ -188,26 +218,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one task, one seed, fewer steps and prompts")
     parser.add_argument("--tasks", nargs="+", choices=[p.stem for p in RECIPES.glob("*.yaml")], metavar="TASK")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM")
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS), metavar="SEED")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, metavar="SEED")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "lab")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="groups side by side, a core each")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be 1 or more")
     tasks = args.tasks or (["bits"] if args.quick else sorted(p.stem for p in RECIPES.glob("*.yaml")))
     systems = args.systems or (["recommended", "undistilled, longer"] if args.quick else list(SYSTEMS))
     args.runs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(make, tasks))
+        there = [task for task, ok in zip(tasks, pool.map(made, tasks)) if ok]
         cores: SimpleQueue = SimpleQueue()
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         for i in range(args.jobs):
             cores.put(available[i % len(available)] if available else None)
-        groups = jobs([task for task in tasks if task not in DRAWN], systems, args.quick, args.seeds)
+        seeds = args.seeds or (SEEDS[:1] if args.quick else SEEDS)
+        groups = jobs([task for task in there if task not in DRAWN], systems, args.quick, seeds)
         failed = sum(pool.map(lambda group: run_group(group, args.runs, args.quick, cores), groups), [])
-    for task in tasks:
-        if task in DRAWN:
-            subprocess.run([sys.executable, str(HERE / "sampled.py"), task, "--runs", str(args.runs)], check=True)
-    if failed:
-        raise SystemExit(f"{len(failed)} jobs failed: {', '.join(job.name(args.quick) for job in failed)}")
+    unwell = [job.name(args.quick) for job in failed] + [task for task in tasks if task not in there]
+    own = ["--runs", str(args.runs)]
+    for task in there:
+        if task in DRAWN and subprocess.run([sys.executable, str(HERE / "sampled.py"), task, *own]).returncode:
+            unwell.append(task)
+    if any(task not in DRAWN for task in there):
+        subprocess.run([sys.executable, str(HERE / "table.py"), *own, *(["--quick"] if args.quick else [])])
+    if unwell:
+        raise SystemExit(f"{len(unwell)} failed: {', '.join(unwell)}")
 
 
 if __name__ == "__main__":

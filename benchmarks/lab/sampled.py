@@ -19,14 +19,16 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from run import DATA, RECIPES, ROOT, make
+import numpy as np
+from run import DATA, RECIPES, RESULTS, ROOT, make
+from table import Bootstrap
 from tasks import MODES
 
 from fewstep import chat, machine
 from fewstep.distill.pipeline import run
 from fewstep.distill.recipe import load_recipe
 from fewstep.eval import quality
-from fewstep.eval.stats import mean_interval, ratio_interval
+from fewstep.eval.stats import mean_interval
 from fewstep.runstore import StageFolder, write_atomic
 from fewstep.students.convert import load_student
 from fewstep.students.decoding import decode
@@ -110,15 +112,21 @@ def stories(runs: Path) -> None:
     ways = {**OF_STORIES, "verify": VERIFY}
     answers = {"AR teacher": drawn.by_teacher()} | {name: drawn.by_student(*way) for name, way in ways.items()}
     rows: list[dict] = []
+    of_teacher = None
     for name, given in answers.items():
         texts = quality.Answers(ids=[list(a.ids) for a in given], finish_reason=[a.finish_reason for a in given])
         logprobs = token_logprobs(drawn.teacher, drawn.prompts, texts.ids, BATCH)
-        surprise = [-sum(values) for values in logprobs]
-        nats, ci = quality.ratio(surprise, texts.tokens), ratio_interval(surprise, texts.tokens)
-        row = {"task": "stories", "system": name, "n": len(given), "tpf": _tpf(given), "perplexity": math.exp(nats)}
-        row["perplexity_ci"] = [math.exp(bound) for bound in ci] if ci else None
-        row |= quality.text_statistics(texts)
+        # the unit is the prompt: its answers are summed
+        surprise = np.reshape([-sum(values) for values in logprobs], (A_PROMPT, -1)).sum(0)
+        tokens = np.reshape(texts.tokens, (A_PROMPT, -1)).sum(0)
+        boot = Bootstrap(1, len(tokens))
+        nats = boot.means(surprise[None]) / boot.means(tokens[None])
+        of_teacher = nats if of_teacher is None else of_teacher
+        row = {"task": "stories", "system": name, "n": len(given), "prompts": len(tokens), "tpf": _tpf(given)}
+        row |= {"perplexity": math.exp(surprise.sum() / tokens.sum()), "perplexity_ci": boot.interval(np.exp(nats))}
         row["perplexity_ratio"] = row["perplexity"] / rows[0]["perplexity"] if rows else 1.0
+        row["perplexity_ratio_ci"] = boot.interval(np.exp(nats - of_teacher))
+        row |= quality.text_statistics(texts)
         rows.append(row)
         print(
             f"{name:<18} TPF {row['tpf']:5.2f}  perplexity {row['perplexity']:6.2f} ({row['perplexity_ratio']:.3f} of the teacher's)  "
@@ -135,9 +143,7 @@ def _tpf(answers: list) -> float:
 def _keep(name: str, rows: list[dict], manifest: dict) -> None:
     kept = {"command": f"python benchmarks/lab/sampled.py {name.removeprefix('lab-')}", "commit": manifest["commit"],
             "date": str(date.today()), "hardware": manifest["hardware"], "versions": machine.versions(), "rows": rows}  # fmt: skip
-    write_atomic(
-        ROOT / "benchmarks" / "results" / f"{name}.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
-    )
+    write_atomic(RESULTS / f"{name}.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 TASKS = {"modes": modes, "stories": stories}

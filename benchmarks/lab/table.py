@@ -1,243 +1,241 @@
-"""Gather what the lab's jobs measured: one table, one figure.
+"""Gather what the lab's jobs measured: one table, one figure. `run.py` calls it last.
 
     python benchmarks/lab/table.py                 benchmarks/results/lab.json, lab.md and lab.svg
     python benchmarks/lab/table.py --quick         of a quick run; printed, nothing is written
 
-A system's curve is score against tokens a forward (TPF) over its thresholds. What is compared is the TPF
-at equal quality: the most tokens a forward that it writes with a score of at most one point below the
-teacher's, under `verify` or at a threshold (in a straight line between thresholds); 1, AR decoding, where
-nothing keeps that. Intervals are 95 %, from a bootstrap that draws training seeds and prompts, the same
-ones for every system.
+What is compared is the TPF at equal quality. Of a system's settings (its thresholds, `verify`, and its own AR
+decoding) the one with the most tokens a forward is taken among those that score at most one point less than
+the AR teacher on the prompts at even places; its TPF and score are measured on those at odd places. A system
+without such a setting has TPF 1: the teacher's own decoding. Intervals are 95 %, from a bootstrap that draws
+training seeds and prompts, with the choice held fixed; two systems are compared on the seeds and prompts that
+both have, in the same draws.
 
-Legend: C settings of a curve, S seeds, N prompts.
+Legend: S seeds, N prompts.
 """
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from run import ALL, DRAWN, ONCE, RECIPES, ROOT, SYSTEMS, Job, jobs
+from run import ALL, DRAWN, ONCE, RECIPES, RESULTS, ROOT, SYSTEMS, jobs
 
 from fewstep import machine
+from fewstep.eval.verdict import setting_name
 from fewstep.runstore import StageFolder, write_atomic
 
-RESULTS = ROOT / "benchmarks" / "results"
 DRAWS, LOSS = 1000, 0.01  # bootstrap draws; the score that a system may lose to the teacher
-CURVE = "threshold"  # the sampler of the curves
+CURVE = "threshold"  # the sampler of the figure's curves
+UNDISTILLED, RECOMMENDED, TEACHER = "undistilled", "recommended", "AR teacher"
 
 
 @dataclass
 class Measured:
-    """One setting of one system: per seed and prompt, what was scored and spent."""
+    """One setting of one system on one task: per seed and prompt, what was scored and spent."""
 
     system: str
     sampler: str
     settings: dict
+    seeds: list[int]
     score: np.ndarray  # [S, N]
     tokens: np.ndarray  # [S, N]
     nfe: np.ndarray  # [S, N]
+
+    def cut(self, seeds: Iterable[int], prompts: slice) -> "Measured":
+        """Return the part of some of the seeds and prompts."""
+        rows = [self.seeds.index(seed) for seed in seeds]
+        parts = (values[rows][:, prompts] for values in (self.score, self.tokens, self.nfe))
+        return Measured(self.system, self.sampler, self.settings, list(seeds), *parts)
 
     @property
     def tpf(self) -> float:
         return float(self.tokens.sum() / self.nfe.sum())
 
 
-def read(runs: Path, group_jobs: list[Job], quick: bool) -> tuple[list[Measured], dict]:
-    """Return everything measured of one system on one task, seeds stacked, and the last evaluation's manifest.
-
-    Jobs that are not complete are left out.
-    """
-    found: dict[tuple, list[dict]] = {}
-    manifest: dict = {}
-    for job in group_jobs:
-        named = runs / f"{job.name(quick)}.json"
-        folder = StageFolder(runs / json.loads(named.read_text())["stages"]["eval"]) if named.is_file() else None
-        if folder is None or not folder.is_complete():
-            continue
-        manifest = folder.manifest()
-        rows = pq.read_table(folder.path / "samples.parquet", partitioning=None).to_pylist()
-        per: dict[tuple, list[dict]] = {}
-        for row in rows:
-            per.setdefault((row["system"], row["sampler"], row["settings"]), []).append(row)
-        for key, answers in per.items():
-            found.setdefault(key, []).append(
-                {
-                    "score": [a["score"] for a in answers],
-                    "tokens": [len(a["ids"]) for a in answers],
-                    "nfe": [a["nfe"] for a in answers],
-                }
-            )
-    measured = [
-        Measured(
-            system, sampler, json.loads(settings), *(np.array([s[k] for s in seeds], float) for k in ("score", "tokens", "nfe"))
-        )
-        for (system, sampler, settings), seeds in found.items()
-    ]  # fmt: skip
-    return measured, manifest
-
-
 class Bootstrap:
-    """Draws of seeds and prompts, the same for every system of a task."""
+    """Draws of S seeds and N prompts, the same for every system of that many."""
 
     def __init__(self, seeds: int, prompts: int, draws: int = DRAWS):
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng([seeds, prompts])
         self.seeds = rng.integers(0, seeds, (draws, seeds))
         self.prompts = rng.integers(0, prompts, (draws, prompts))
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """Return [draws] means of [S, N] values."""
         per_seed = np.stack([row[self.prompts].mean(1) for row in values])  # [S, draws]
-        return np.take_along_axis(per_seed, self.seeds.T % len(values), 0).mean(0)
+        return np.take_along_axis(per_seed, self.seeds.T, 0).mean(0)
+
+    def tpf(self, m: Measured) -> np.ndarray:
+        """Return [draws] of tokens over forwards."""
+        return self.means(m.tokens) / self.means(m.nfe)
 
     @staticmethod
     def interval(draws: np.ndarray) -> list[float]:
         return [float(v) for v in np.quantile(draws, [0.025, 0.975])]
 
 
-def tpf_at(score: np.ndarray, tpf: np.ndarray, least: float) -> float:
-    """Return the largest TPF at which a curve still scores `least`: in a straight line between its points.
-
-    Args:
-        score, tpf: [C]. A curve whose every point scores less gives 1: AR decoding.
-    """
-    order = np.argsort(tpf)
-    x, y = tpf[order], score[order]
-    enough = np.flatnonzero(y >= least)
-    if not len(enough):
-        return 1.0
-    last = enough[-1]
-    if last == len(x) - 1:
-        return float(x[last])
-    return float(x[last] + (y[last] - least) / (y[last] - y[last + 1]) * (x[last + 1] - x[last]))
-
-
-def at_equal_quality(measured: list[Measured], teacher: np.ndarray, boot: Bootstrap) -> tuple[float, np.ndarray]:
-    """Return the TPF at which a system loses at most LOSS to the teacher, and [draws] of it.
-
-    Args:
-        measured: its thresholds, and `verify` where it has it.
-        teacher: [S, N] scores of the AR teacher.
-    """
-    curve = [m for m in measured if m.sampler == CURVE]
-    alone = [m for m in measured if m.sampler == "verify"]
-    scores, tpfs = np.array([[m.score.mean(), m.tpf] for m in curve + alone]).T
-    drawn_scores = np.stack([boot.means(m.score) for m in curve + alone], 1)  # [draws, C + verify]
-    drawn_tpfs = np.stack([boot.means(m.tokens) / boot.means(m.nfe) for m in curve + alone], 1)
-    least, C = boot.means(teacher) - LOSS, len(curve)
-
-    def best(score, tpf, low) -> float:  # verify is a point of its own: between it and a threshold lies nothing
-        return max(tpf_at(score[:C], tpf[:C], low), tpf_at(score[C:], tpf[C:], low))
-
-    draws = [best(s, t, low) for s, t, low in zip(drawn_scores, drawn_tpfs, least)]
-    return best(scores, tpfs, teacher.mean() - LOSS), np.array(draws)
-
-
-def of_task(task: str, runs: Path, systems: list[str], quick: bool) -> tuple[list[dict], list[dict], dict]:
-    """Return a task's rows (one a setting), its summary (one a system), and the evaluation's manifest."""
-    rows: list[dict] = []
-    summary: list[dict] = []
-    teacher = undistilled = None
-    manifest: dict = {}
-    for system in systems:
-        mine = [job for group in jobs([task], [system], quick) for job in group]
-        measured, own = read(runs, mine, quick)
-        if not measured:
+def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]], list[str], list[dict]]:
+    """Return system → its settings, seeds stacked; the names of jobs that are not complete; the evaluations' manifests."""
+    found: dict[tuple, dict[int, dict]] = {}
+    missing, manifests = [], []
+    for job in (job for group in jobs([task], list(SYSTEMS), quick) for job in group):
+        named = runs / f"{job.name(quick)}.json"
+        folder = StageFolder(runs / json.loads(named.read_text())["stages"]["eval"]) if named.is_file() else None
+        if folder is None or not folder.is_complete():
+            missing.append(job.name(quick))
             continue
-        manifest = own
-        seeds = measured[0].score.shape[0]
-        boot = Bootstrap(seeds, measured[0].score.shape[1])
-        at_teacher = next(m for m in measured if m.system == "teacher")
-        if teacher is None:
-            teacher = at_teacher
-            rows.append(_row(task, "AR teacher", at_teacher, at_teacher, boot))
-        for name, label in (("undistilled", "undistilled"), ("student", system)):
-            if name == "undistilled" and system != "recommended":
-                continue  # the same weights again
-            of_system = [m for m in measured if m.system == name]
-            rows += [_row(task, label, m, at_teacher, boot) for m in of_system]
-            if not any(m.sampler in (CURVE, "verify") for m in of_system):
-                continue
-            point, draws = at_equal_quality(of_system, at_teacher.score, boot)
-            entry = {"task": task, "system": label, "seeds": seeds, "n": boot.prompts.shape[1], "tpf_at_loss": point,
-                     "tpf_at_loss_ci": boot.interval(draws)}  # fmt: skip
-            verify = next((m for m in of_system if m.sampler == "verify"), None)
-            entry["tpf_verify"] = None if verify is None else verify.tpf
-            entry["score_verify"] = None if verify is None else float(verify.score.mean())
-            if label == "undistilled":
-                undistilled = point, draws
-            elif undistilled is not None and len(undistilled[1]) == len(draws):
-                entry["ratio"] = point / undistilled[0]
-                entry["ratio_ci"] = boot.interval(draws / undistilled[1]) if seeds == _seeds(summary) else None
-            summary.append(entry)
-    return rows, summary, manifest
+        manifests.append(folder.manifest())
+        for row in pq.read_table(folder.path / "samples.parquet", partitioning=None).to_pylist():
+            if row["system"] == "student":
+                system = job.system
+            elif job.system == RECOMMENDED:
+                system = TEACHER if row["system"] == "teacher" else UNDISTILLED
+            else:
+                continue  # the same weights and prompts again
+            key = (system, row["sampler"], row["settings"])
+            values = found.setdefault(key, {}).setdefault(job.seed, {"score": [], "tokens": [], "nfe": []})
+            values["score"].append(row["score"])
+            values["tokens"].append(len(row["ids"]))
+            values["nfe"].append(row["nfe"])
+    systems: dict[str, list[Measured]] = {}
+    for (system, sampler, settings), by_seed in found.items():
+        arrays = (np.array([by_seed[s][k] for s in by_seed], float) for k in ("score", "tokens", "nfe"))
+        systems.setdefault(system, []).append(Measured(system, sampler, json.loads(settings), list(by_seed), *arrays))
+    return systems, missing, manifests
 
 
-def _seeds(summary: list[dict]) -> int:
-    return next(e["seeds"] for e in summary if e["system"] == "undistilled")
+def choose(system: list[Measured], teacher: Measured, loss: float = LOSS) -> Measured | None:
+    """Return the setting with the most tokens a forward among those that lose at most `loss` on the even prompts."""
+    even = slice(0, None, 2)
+    least = teacher.cut(teacher.seeds, even).score.mean() - loss
+    kept = [m for m in system if m.cut(m.seeds, even).score.mean() >= least - 1e-12]
+    return max(kept, key=lambda m: m.cut(m.seeds, even).tpf, default=None)
 
 
-def _row(task: str, system: str, m: Measured, teacher: Measured, boot: Bootstrap) -> dict:
-    delta = boot.means(m.score) - boot.means(teacher.score)
+def compare(system: list[Measured], teacher: Measured, others: dict[str, list[Measured]]) -> dict:
+    """Return a system's TPF at equal quality and its ratio to that of each of `others`, on the odd prompts."""
+    seeds, prompts = system[0].seeds, system[0].score.shape[1]
+    everything = slice(0, prompts)
+    of_teacher = teacher.cut(seeds, everything)
+    chosen, odd = choose(system, of_teacher), slice(1, prompts, 2)
+    boot = Bootstrap(len(seeds), len(range(*odd.indices(prompts))))
+    ones = np.ones(DRAWS)
+    entry: dict = {
+        "seeds": seeds,
+        "n": len(boot.prompts[0]),
+        "sampler": None,
+        "settings": None,
+        "tpf": 1.0,
+        "tpf_ci": None,
+    }
+    mine = ones
+    if chosen is not None:
+        at = chosen.cut(seeds, odd)
+        reference = of_teacher.cut(seeds, odd)
+        mine = boot.tpf(at)
+        entry |= {"sampler": at.sampler, "settings": at.settings, "tpf": at.tpf, "tpf_ci": boot.interval(mine)}
+        entry["delta"] = float(at.score.mean() - reference.score.mean())
+        entry["delta_ci"] = boot.interval(boot.means(at.score) - boot.means(reference.score))
+    for name, other in others.items():
+        both = [seed for seed in seeds if seed in other[0].seeds]
+        if both != seeds or other[0].score.shape[1] < prompts:
+            continue
+        beside = choose([m.cut(seeds, everything) for m in other], of_teacher)
+        theirs = ones if beside is None else boot.tpf(beside.cut(seeds, odd))
+        point = 1.0 if beside is None else beside.cut(seeds, odd).tpf
+        entry[f"to_{name}"] = entry["tpf"] / point
+        entry[f"to_{name}_ci"] = boot.interval(mine / theirs)
+    return entry
+
+
+def row(task: str, m: Measured, teacher: Measured) -> dict:
+    """Return one setting's figures, with the keys of an evaluation's row."""
+    reference = teacher.cut(m.seeds, slice(0, m.score.shape[1]))
+    boot = Bootstrap(*m.score.shape)
     return {
-        "task": task, "system": system, "sampler": m.sampler, "settings": m.settings, "n": m.score.shape[1],
-        "seeds": m.score.shape[0], "score": float(m.score.mean()), "score_ci": boot.interval(boot.means(m.score)),
-        "tpf": m.tpf, "nfe": float(m.nfe.mean()), "tokens": float(m.tokens.mean()),
-        "delta": float(m.score.mean() - teacher.score.mean()), "delta_ci": boot.interval(delta),
+        "task": task, "system": m.system, "sampler": m.sampler, "settings": m.settings, "n": m.score.shape[1], "seeds": m.seeds,
+        "score": float(m.score.mean()), "score_ci": boot.interval(boot.means(m.score)), "tpf": m.tpf,
+        "tpf_ci": boot.interval(boot.tpf(m)), "nfe": float(m.nfe.mean()), "tokens": float(m.tokens.mean()),
+        "delta": float(m.score.mean() - reference.score.mean()),
+        "delta_ci": boot.interval(boot.means(m.score) - boot.means(reference.score)),
     }  # fmt: skip
 
 
-def markdown(summary: list[dict], rows: list[dict]) -> str:
-    """Return the table: a line a system, tasks side by side in blocks."""
+def of_task(task: str, runs: Path, quick: bool) -> tuple[list[dict], list[dict], list[str], list[dict]]:
+    """Return a task's rows (one a setting), its summary (one a system), what is missing, and the manifests."""
+    systems, missing, manifests = read(task, runs, quick)
+    if TEACHER not in systems:
+        return [], [], missing, manifests
+    teacher = systems[TEACHER][0]
+    # a job of another seed than the recommended recipe's has no teacher to be compared with
+    systems = {name: [m for m in found if set(m.seeds) <= set(teacher.seeds)] for name, found in systems.items()}
+    rows = [row(task, m, teacher) for found in systems.values() for m in found]
+    summary = []
+    for name in (UNDISTILLED, *SYSTEMS):
+        if systems.get(name):
+            others = {
+                other: systems[other] for other in (UNDISTILLED, RECOMMENDED) if other != name and systems.get(other)
+            }
+            summary.append({"task": task, "system": name, **compare(systems[name], teacher, others)})
+    return rows, summary, missing, manifests
+
+
+def markdown(summary: list[dict], rows: list[dict], missing: list[str]) -> str:
+    """Return the table, a line a system."""
     lines = [
-        "| task | system | seeds | TPF one point below the teacher | ÷ undistilled | `verify`: TPF, score |",
-        "|---|---|---|---|---|---|",
+        "| task (AR teacher) | system | seeds | at equal quality | TPF | points against the teacher | ÷ undistilled | ÷ recommended |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    teacher = {row["task"]: row["score"] for row in rows if row["system"] == "AR teacher"}
+    teacher = {r["task"]: r["score"] for r in rows if r["system"] == TEACHER}
     for e in summary:
-        low, high = e["tpf_at_loss_ci"]
-        ratio = f"{e['ratio']:.2f}×" if e.get("ratio") else ""
-        if e.get("ratio_ci"):
-            ratio += f" [{e['ratio_ci'][0]:.2f}, {e['ratio_ci'][1]:.2f}]"
-        verify = "" if e["tpf_verify"] is None else f"{e['tpf_verify']:.1f}, {100 * e['score_verify']:.1f} %"
+        setting = "none" if e["sampler"] is None else setting_name(e["sampler"], e["settings"])
+        points = "" if e["sampler"] is None else f"{100 * e['delta']:+.1f} {_bracket(e['delta_ci'], 100, '+.1f')}"
+        ratios = [
+            f"{e[f'to_{other}']:.2f} {_bracket(e[f'to_{other}_ci'], 1, '.2f')}" if f"to_{other}" in e else ""
+            for other in (UNDISTILLED, RECOMMENDED)
+        ]
         lines.append(
-            f"| {e['task']} ({100 * teacher[e['task']]:.1f} %) | {e['system']} | {e['seeds']} | "
-            f"{e['tpf_at_loss']:.1f} [{low:.1f}, {high:.1f}] | {ratio} | {verify} |"
+            f"| {e['task']} ({100 * teacher[e['task']]:.1f} %) | {e['system']} | {len(e['seeds'])} | {setting} | "
+            f"{e['tpf']:.1f} {_bracket(e['tpf_ci'], 1, '.1f')} | {points} | {ratios[0]} | {ratios[1]} |"
         )
+    if missing:
+        lines.append(f"\nNot run yet: {len(missing)} jobs.")
     return "\n".join(lines) + "\n"
 
 
+def _bracket(interval: list[float] | None, scale: float, form: str) -> str:
+    return "" if interval is None else f"[{scale * interval[0]:{form}}, {scale * interval[1]:{form}}]"
+
+
 def figure(rows: list[dict], path: Path) -> None:
-    """Draw score against TPF, a panel a task, a line for each headline system."""
+    """Draw score against TPF, a panel a task, a line for each system that runs on every task; stars are `verify`."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    tasks = list(dict.fromkeys(r["task"] for r in rows))
     fig, axes = pyplot.subplots(1, len(tasks), figsize=(3.6 * len(tasks), 3.2), squeeze=False, layout="constrained")
-    shown = ["undistilled", *(name for name, (_, where) in SYSTEMS.items() if where in (ALL, ONCE))]
+    shown = [UNDISTILLED, *(name for name, (_, where) in SYSTEMS.items() if where in (ALL, ONCE))]
     for axis, task in zip(axes[0], tasks):
-        own = [row for row in rows if row["task"] == task]
+        own = [r for r in rows if r["task"] == task]
         for color, system in enumerate(shown):
             curve = sorted(
                 (r["tpf"], r["score"], r["score_ci"]) for r in own if r["system"] == system and r["sampler"] == CURVE
             )
+            stars = [(r["tpf"], r["score"]) for r in own if r["system"] == system and r["sampler"] == "verify"]
             if curve:
                 x, y, ci = zip(*curve)
                 axis.plot(x, y, marker=".", color=f"C{color}", label=system)
                 axis.fill_between(x, [c[0] for c in ci], [c[1] for c in ci], color=f"C{color}", alpha=0.15, linewidth=0)
-            axis.plot(
-                [r["tpf"] for r in own if r["system"] == system and r["sampler"] == "verify"],
-                [r["score"] for r in own if r["system"] == system and r["sampler"] == "verify"],
-                marker="*", linestyle="", color=f"C{color}",
-            )  # fmt: skip
-        for row in own:
-            if row["system"] == "AR teacher":
-                axis.axhline(row["score"], color="gray", linestyle=":", linewidth=1)
+            axis.plot([s[0] for s in stars], [s[1] for s in stars], marker="*", linestyle="", color=f"C{color}")
+        for r in own:
+            if r["system"] == TEACHER:
+                axis.axhline(r["score"], color="gray", linestyle=":", linewidth=1)
         axis.set(title=task, xlabel="tokens a forward", ylabel="score")
     axes[0][0].legend(fontsize=7, loc="lower left")
     fig.savefig(path)
@@ -251,18 +249,23 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict] = []
     summary: list[dict] = []
-    manifest: dict = {}
+    missing: list[str] = []
+    manifests: list[dict] = []
     for task in sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in DRAWN):
-        r, s, own = of_task(task, args.runs, list(SYSTEMS), args.quick)
-        rows, summary, manifest = rows + r, summary + s, own or manifest
-    print(markdown(summary, rows))
+        for all_of_it, part in zip((rows, summary, missing, manifests), of_task(task, args.runs, args.quick)):
+            all_of_it += part
+    if not rows:
+        raise SystemExit(
+            f"no finished job of the recommended recipe under {args.runs}; run benchmarks/lab/run.py first"
+        )
+    print(markdown(summary, rows, missing))
     if args.quick:
         return
-    kept = {"command": "python benchmarks/lab/run.py && python benchmarks/lab/table.py", "commit": manifest["commit"],
-            "date": str(date.today()), "hardware": manifest["hardware"], "versions": machine.versions(), "rows": rows,
-            "summary": summary}  # fmt: skip
+    kept = {"command": "python benchmarks/lab/run.py", "commit": sorted({m["commit"] for m in manifests}),
+            "date": str(date.today()), "hardware": manifests[-1]["hardware"], "versions": machine.versions(), "rows": rows,
+            "summary": summary, "missing": missing}  # fmt: skip
     write_atomic(RESULTS / "lab.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    write_atomic(RESULTS / "lab.md", markdown(summary, rows))
+    write_atomic(RESULTS / "lab.md", markdown(summary, rows, missing))
     figure(rows, RESULTS / "lab.svg")
 
 

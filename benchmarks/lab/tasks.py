@@ -2,11 +2,12 @@
 
     python benchmarks/lab/tasks.py base 3      three rows to look at
 
-The problems of all but `booking`, `modes` and `stories` come from reasoning-gym; the message is put shortly, because a
+The problems of `sort`, `filter`, `base` and `bits` come from reasoning-gym; the message is put shortly, because a
 small model on a CPU has no time for long ones, and the working is written out, so that most tokens
 depend on the one before. What counts as right is the final answer: the text behind the last `=`.
 
-A row is one of evaluation if the hash of its message says so: no message is in both splits.
+A row is one of evaluation if the hash of its message says so, or for `booking` its template: no message is in
+both splits.
 """
 
 import argparse
@@ -22,21 +23,25 @@ import stories
 WHOLE = 2**31 - 1  # reasoning-gym's virtual data sets are as long as we like
 
 
+TEACHER_VERSION = 1  # raised when train_teacher.py would make another teacher of the same rows and settings
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of the lab.
 
     stream: (split, seed) → endless rows {"instruction", "response", "reference"}.
-    max_new_tokens: more than any response has. merges: whether the tokenizer may join characters beyond words.
+    max_new_tokens: more than any response has. train, evaluation: how many prompts of each split are used.
+    before: makes what the rows are read from. teacher: what train_teacher.py takes beside its defaults.
     """
 
     name: str
     stream: Callable[[str, int], Iterator[dict]]
     max_new_tokens: int
-    train: int = 2400  # rows of a task's training and evaluation prompts
+    train: int = 2400
     evaluation: int = 2000
-    before: Callable[[], None] | None = None  # what must be made before there are rows
-    teacher: dict = field(default_factory=dict)  # what train_teacher.py takes beside its defaults
+    before: Callable[[], None] | None = None
+    teacher: dict = field(default_factory=dict)
 
 
 def rows(task: Task, split: str, count: int, seed: int) -> list[dict]:
@@ -108,7 +113,7 @@ def sort(rng: random.Random) -> tuple[str, str]:
 
 
 def filtering(rng: random.Random) -> tuple[str, str]:
-    """`drop above 40: 31 7 90` → `31 7`; or below, or the other way round."""
+    """`remove above 40: 31 7 90` → `31 7`; or below, or `keep`."""
     facts = _filtering(rng)["metadata"]
     verb, _, side = facts["operation"].partition("_")
     numbers, limit = _whole(facts["original_numbers"]), round(float(facts["filter_value"]))

@@ -5,7 +5,7 @@
     python benchmarks/lab/train_teacher.py --init recipes/quickstart/teacher --steps 300 --learning-rate 3e-4 --seed 3 --eval-rows 1000
 
 The later commands go on from the checkpoint of the one before. The rows are generated without end from the
-training split only, each seen once. The model is measured greedily on rows of the evaluation
+training split only, each seen once where there is no end of them. The model is measured greedily on rows of the evaluation
 split, in float32, after its bfloat16 weights were saved and loaded back.
 
 Shapes: B batch, L length, V vocabulary.
@@ -182,10 +182,10 @@ def hardware() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train and save a small teacher.")
     parser.add_argument("--task", choices=TASKS, default="booking")
-    parser.add_argument("--out", type=Path, default=ROOT / "recipes/quickstart/teacher", metavar="DIR")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks/results/quickstart_teacher.json", metavar="FILE"
+        "--out", type=Path, metavar="DIR", help="default: the shipped teacher of bookings, or data/TASK/"
     )
+    parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--init", type=Path, metavar="DIR", help="go on from this checkpoint, not from random weights")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=24, help="rows per step")
@@ -198,7 +198,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of weights and training rows; not the shipped data's 0")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    task = TASKS[args.task]
+    task, own = TASKS[args.task], Path(__file__).parent / "data" / args.task
+    booking = args.task == "booking"
+    args.out = args.out or (ROOT / "recipes/quickstart/teacher" if booking else own / "teacher")
+    args.results = args.results or (
+        ROOT / "benchmarks/results/quickstart_teacher.json" if booking else own / "teacher.json"
+    )
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

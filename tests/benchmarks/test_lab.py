@@ -28,7 +28,7 @@ def lab():
         yield {"run": run, "table": table, "tasks": tasks}
     finally:
         sys.path.remove(LAB)
-        for name in ("run", "table", "tasks", "booking"):
+        for name in ("run", "table", "tasks", "booking", "stories"):
             sys.modules.pop(name, None)
 
 
@@ -78,55 +78,90 @@ def test_both_modes_are_equally_likely_and_nothing_else_is(lab):
     assert set(drawn) == set(tasks.MODES) and abs(drawn.count(tasks.MODES[0]) / 2000 - 0.5) < 0.05
 
 
-def test_every_system_is_a_recipe_and_a_groups_jobs_share_their_targets(lab, monkeypatch):
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_system_is_a_recipe_and_a_groups_jobs_share_their_targets(lab, monkeypatch, quick):
     """Every override is a key that exists; jobs that differ in distillation alone share the adapted student too."""
     run = lab["run"]
     monkeypatch.setattr("fewstep.distill.chain.teacher_fingerprint", lambda *_: "t")
     monkeypatch.setattr("fewstep.distill.chain.prompts_fingerprint", lambda *_: "p")
     monkeypatch.setattr("fewstep.distill.chain._task_fingerprint", lambda *_: "e")
-    for group in run.jobs(["base"], list(run.SYSTEMS), quick=False):
-        stages = {
-            job.system: chain(load_recipe(run.RECIPES / f"{job.task}.yaml", job.overrides(False))) for job in group
-        }
-        assert len({s["targets"].hash for s in stages.values()}) == 1
-        adapted = {name: s["adapt"].hash for name, s in stages.items()}
-        for name in stages:
-            changes_adapt = any(o.startswith(("adapt.", "student.")) for o in run.SYSTEMS[name][0])
-            assert (adapted[name] != adapted["recommended"]) == changes_adapt, name
-        assert len({s["eval"].hash for s in stages.values()}) == len(group)
-    assert len({job.name(False) for job in group}) == len(group)
+    first, *others = run.jobs(["bits"], list(run.SYSTEMS), quick)
+    assert [job.system for job in first] == list(run.SYSTEMS)  # bits is one of the tasks on which everything runs
+    assert {job.system for group in others for job in group} == {n for n, (_, w) in run.SYSTEMS.items() if w == run.ALL}
+    recipes = {job.system: load_recipe(run.RECIPES / "bits.yaml", job.overrides(quick)) for job in first}
+    stages = {name: chain(recipe) for name, recipe in recipes.items()}
+    assert len({s["targets"].hash for s in stages.values()}) == 1
+    adapted = {name: s["adapt"].hash for name, s in stages.items()}
+    for name in stages:
+        changes_adapt = any(o.startswith(("adapt.", "student.")) for o in run.SYSTEMS[name][0])
+        assert (adapted[name] != adapted["recommended"]) == changes_adapt, name
+    assert len({s["eval"].hash for s in stages.values()}) == len({job.name(quick) for job in first}) == len(first)
+    steps = {n: r.adapt.max_steps + (r.distill.max_steps if r.distill else 0) for n, r in recipes.items()}
+    assert (
+        steps["undistilled, longer"] == steps["gated LoRA, rank 64"] == steps["recommended"] == (750 if quick else 1500)
+    )
 
 
-def test_the_curve_is_read_in_a_straight_line_between_its_points(lab):
-    tpf_at = lab["table"].tpf_at
-    score, tpf = np.array([0.5, 0.9, 0.8]), np.array([8.0, 2.0, 4.0])
-    assert tpf_at(score, tpf, 0.9) == 2.0
-    assert tpf_at(score, tpf, 0.85) == pytest.approx(3.0)
-    assert tpf_at(score, tpf, 0.65) == pytest.approx(6.0)
-    assert tpf_at(score, tpf, 0.2) == 8.0
-    assert tpf_at(score, tpf, 0.95) == 1.0
+TEACHER = 0.95
 
 
-def test_equal_quality_takes_the_better_of_verify_and_the_thresholds(lab):
+def measured(lab, system, sampler, share, tpf, seeds=(0, 1), prompts=400, seed=0):
+    """One setting that is right on `share` of what the teacher has right, at a TPF that differs a little by prompt."""
+    rng = np.random.default_rng([seed, len(seeds)])
+    teacher = (np.random.default_rng(9).random((1, prompts)) < TEACHER).astype(float).repeat(len(seeds), 0)
+    nfe = 12.0 / tpf * rng.uniform(0.9, 1.1, (len(seeds), prompts))
+    right = teacher * (rng.random((len(seeds), prompts)) < share)
+    return lab["table"].Measured(
+        system, sampler, {"threshold": tpf}, list(seeds), right, np.full(right.shape, 12.0), nfe
+    )
+
+
+def test_equal_quality_is_the_fastest_setting_within_a_point_chosen_on_the_even_prompts(lab):
+    table, teacher = lab["table"], measured(lab, "AR teacher", "ar", 1.0, 1.0)
+    good, fast = measured(lab, "x", "threshold", 1.0, 3.0), measured(lab, "x", "threshold", 0.6, 9.0)
+    assert table.choose([fast, good], teacher) is good
+    assert table.choose([fast], teacher) is None
+    entry = table.compare([fast, good], teacher, {})
+    assert entry["n"] == 200 and entry["tpf"] == pytest.approx(3.0, rel=0.05) and entry["delta"] == 0.0
+    assert entry["tpf_ci"][0] < entry["tpf"] < entry["tpf_ci"][1]
+    # wrong on odd prompts alone: it is chosen, and its loss is seen where the choice did not look
+    good.score[:, 1::2] = 0.0
+    entry = table.compare([fast, good], teacher, {})
+    assert entry["settings"] == {"threshold": 3.0} and entry["delta"] < -0.9
+    nothing = table.compare([fast], teacher, {"undistilled": [good]})
+    assert (
+        nothing["tpf"] == 1.0
+        and nothing["sampler"] is None
+        and nothing["to_undistilled"] == pytest.approx(1 / 3, rel=0.05)
+    )
+
+
+def test_systems_are_compared_on_the_seeds_and_prompts_that_both_have(lab):
+    table, teacher = lab["table"], measured(lab, "AR teacher", "ar", 1.0, 1.0, (0, 1, 2))
+    undistilled = [measured(lab, "undistilled", "verify", 1.0, 2.0, (0, 1, 2))]
+    undistilled[0].nfe[1:] = 12.0  # seeds 1 and 2 decode one token a forward
+    once = [measured(lab, "once", "verify", 1.0, 4.0, (0,), prompts=100)]
+    entry = table.compare(once, teacher, {"undistilled": undistilled})
+    assert entry["seeds"] == [0] and entry["to_undistilled"] == pytest.approx(2.0, rel=0.05)
+    low, high = entry["to_undistilled_ci"]
+    assert 1.9 < low < entry["to_undistilled"] < high < 2.1
+    same = table.compare([undistilled[0].cut([0], slice(0, 100))], teacher, {"undistilled": undistilled})
+    assert same["to_undistilled_ci"] == [1.0, 1.0]  # the same draws on both sides
+    other = [measured(lab, "other", "verify", 1.0, 4.0, (0, 1))]
+    assert "to_once" not in table.compare(other, teacher, {"once": once})  # it has neither the seeds nor the prompts
+
+
+def test_the_table_names_what_was_chosen_and_what_is_missing(lab):
     table = lab["table"]
-    seeds, prompts = 2, 400
-    rng = np.random.default_rng(0)
-    teacher = (rng.random((1, prompts)) < 0.95).astype(float).repeat(seeds, 0)
-
-    def measured(sampler, share, tpf):
-        kept = teacher * (rng.random((seeds, prompts)) < share)
-        return table.Measured(
-            "student", sampler, {}, kept, np.full((seeds, prompts), 12.0), np.full((seeds, prompts), 12.0 / tpf)
-        )
-
-    boot = table.Bootstrap(seeds, prompts)
-    curve = [measured("threshold", 0.5, 8.0), measured("threshold", 1.0, 2.0)]
-    point, draws = table.at_equal_quality(curve, teacher, boot)
-    assert 2.0 <= point < 2.5 and boot.interval(draws)[0] <= point <= boot.interval(draws)[1]
-    point, _ = table.at_equal_quality([*curve, measured("verify", 1.0, 6.0)], teacher, boot)
-    assert point == pytest.approx(6.0)
-    point, _ = table.at_equal_quality([*curve, measured("verify", 0.7, 6.0)], teacher, boot)
-    assert point < 2.5
+    teacher, mine = measured(lab, "AR teacher", "ar", 1.0, 1.0), measured(lab, "recommended", "threshold", 1.0, 3.0)
+    rows = [table.row("bits", m, teacher) for m in (teacher, mine)]
+    summary = [{"task": "bits", "system": "recommended", **table.compare([mine], teacher, {})}]
+    text = table.markdown(summary, rows, ["lab-bits-x"])
+    assert (
+        "| recommended | 2 | threshold 3 | 3.0 [" in text
+        and "+0.0 [+0.0, +0.0]" in text
+        and "Not run yet: 1 jobs." in text
+    )
 
 
 def test_the_bootstrap_draws_seeds_and_prompts(lab):

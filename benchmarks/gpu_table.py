@@ -74,7 +74,7 @@ def table(kept: dict) -> list[str]:
 
 def _lab(runs: Path) -> tuple[dict[str, float], list[dict]]:
     """Return the seconds of each stage that was finished, and the evaluation's rows if there are any."""
-    names = _read(runs / "quickstart.json")
+    names = _read(runs / "lab-booking.json")
     folders = {stage: runs / folder for stage, folder in names["stages"].items()} if names else {}
     manifests = {stage: _read(folder / "manifest.json") for stage, folder in folders.items()}
     seconds = {stage: m["seconds"] for stage, m in manifests.items() if m}

@@ -17,7 +17,7 @@ OBJECTIVE_SETTINGS = {
     "kd": {"temperature", "divergence"},
 }
 
-TRAINING_VERSION = 3  # raised when the same recipe would now train another student
+TRAINING_VERSION = 4  # raised when the same recipe would now train another student
 PUBLISH_VERSION = 1  # raised when a repository would now hold other files
 
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]

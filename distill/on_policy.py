@@ -5,6 +5,7 @@ teacher's own there. At each of their tokens the label is the teacher's own, giv
 tokens before it, so the student learns to leave its mistakes and to go on behind them.
 """
 
+import time
 from pathlib import Path
 
 from fewstep.chat import eos_ids
@@ -34,7 +35,7 @@ def round_file(folder: Path, number: int) -> Path:
 
 
 def record(model, tokenizer, samples: list[Sample], config: OnPolicyConfig, number: int, seed: int, path: Path, score):
-    """Write the file of one round; nothing is done where it exists.
+    """Write the file of one round, on one rank; nothing is done where it exists.
 
     Args:
         model: the student as trained so far.
@@ -86,12 +87,24 @@ def record(model, tokenizer, samples: list[Sample], config: OnPolicyConfig, numb
     )
 
 
-def mixed(samples: list[Sample], path: Path, share: float) -> tuple[list[Sample], int]:
+def wait_for(path: Path) -> None:
+    """Return once the first rank has written a round's file.
+
+    Raises:
+        Stopped: on a signal.
+    """
+    while not path.exists():
+        raise_if_stopped("on-policy round: stopped; the same command begins the round anew")
+        time.sleep(0.2)
+
+
+def mixed(samples: list[Sample], path: Path, share: float, seed: int) -> tuple[list[Sample], int]:
     """Return the targets and, as about `share` of the whole, a round's texts; and how many texts there are.
 
-    Few texts are repeated, each time under another id, so with other masks.
+    Few texts are repeated, each time under another id, so with other masks; of many some are left out.
     """
     texts = [sample_of(row, on_policy=True) for row in read_rows(path)]
+    texts = [texts[i] for i in keyed_rng(seed, path.stem, "on-policy texts").permutation(len(texts))]
     if not texts:
         return samples, 0
     wanted = round(share / (1 - share) * len(samples))

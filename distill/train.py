@@ -68,6 +68,11 @@ def run(
         RunFailed: a loss that is not finite, by step; the last good checkpoint is named.
         Stopped: a signal came; the state is saved.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.on_policy is not None and engine.name == "deepspeed" and engine.zero_stage == 3 and ranks > 1:
+        raise UserError(
+            f"{stage}.on_policy: the student decodes on one rank, and engine.zero_stage 3 spreads it over {ranks}; use 2"
+        )
     prepare_environment(engine)
     torch.manual_seed(seed)
     model, tokenizer, adapter = _load(stage, config, student, source, seed, training_dtype(engine.precision))
@@ -142,13 +147,9 @@ def run(
         with worker.whole_weights():
             if is_main:
                 on_policy.record(model, tokenizer, samples, config.on_policy, number, seed, path, score)
-        worker.barrier()
-        return on_policy.mixed(samples, path, config.on_policy.share)
+        on_policy.wait_for(path)  # no barrier: a round may outlast a collective's patience, or be stopped
+        return on_policy.mixed(samples, path, config.on_policy.share, seed)
 
-    if config.on_policy is not None and engine.name == "deepspeed" and engine.zero_stage == 3 and worker.world_size > 1:
-        raise UserError(
-            f"{stage}.on_policy: the student decodes on one rank, and engine.zero_stage 3 spreads it over {worker.world_size}; use 2"
-        )
     if len(samples) < least:
         raise RunFailed(
             f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps"

@@ -61,7 +61,7 @@ def _item(task: str, line: str, field: str, where: str, number: int, kind: type,
         )
     if not isinstance(row.get("reference"), kind):
         raise UserError(
-            f"task {task}: {where} has {row.get('reference')!r} as 'reference': it must be {meaning}; add it"
+            f"task {task}: {where} has {row.get('reference')!r} as 'reference': it must be {meaning}; write it so"
         )
     return Item(str(row.get("id", number)), [{"role": "user", "content": row[field]}], row["reference"])
 

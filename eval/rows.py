@@ -137,11 +137,12 @@ def build(
     why["aup"] = "one setting is a point, not a curve"  # until fill_aup sees others
 
     row["repair"] = repair
-    if repair is None:
-        edits = sampler == "edit" and system == "student"
-        why["repair"] = (
-            "no answer of its own AR decoding is right" if edits else "only the sampler edit rewrites tokens"
-        )
+    if sampler != "edit":
+        why["repair"] = "only the sampler edit rewrites tokens"
+    elif system != "student":
+        why["repair"] = "measured of the student alone"
+    else:
+        why["repair"] = "it has no AR decoding" if own is None else "no answer of its own AR decoding is right"
     row["gates"] = {"finished": answers.finish_reason.count("stop") / n}
     if mask_token_id is not None and system != "teacher":
         row["gates"]["mask_free"] = all(mask_token_id not in ids for ids in answers.ids)

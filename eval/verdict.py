@@ -107,12 +107,13 @@ def of_row(row: dict) -> str:
 
 def repaired(repair: dict) -> str:
     """Return what became of errors put into right answers."""
-    if not repair["errors"] or not repair["right"]:
-        return "too few tokens to put errors into"
+    text = f"of right answers it damaged {percent(repair['damaged_clean'])} of the tokens"
+    if not repair["errors"]:
+        return text
+    interval = f" {bracket(repair['repaired_ci'], share)}" if repair["repaired_ci"] else ""
     return (
-        f"of {repair['errors']:,} wrong tokens put into right answers ({100 * repair['share']:g} %) it repaired "
-        f"{percent(repair['repaired'])} {bracket(repair['repaired_ci'], share)}, and damaged "
-        f"{percent(repair['damaged'])} of the right ones"
+        f"of {repair['errors']:,} wrong tokens put into {repair['n']:,} right answers ({100 * repair['share']:g} %) it repaired "
+        f"{percent(repair['repaired'])}{interval}; {text}"
     )
 
 

@@ -3,6 +3,7 @@
 Shapes: B rows of a batch, L longest prompt and response, V vocabulary, K top log-probs.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,23 @@ def _outputs(
     model: Any, prompts: list[list[int]], responses: list[list[int]], batch_size: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each row's place and the [len(response), V] logits that say its tokens."""
+    takes = inspect.signature(model.forward).parameters
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(responses[i]))
     for first in range(0, len(order), batch_size):
         rows = order[first : first + batch_size]
         whole = [prompts[i] + responses[i][:-1] for i in rows]
         longest = max(map(len, whole))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in whole], device=model.device)  # [B, L]
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=model.device)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # [B, L, V]
+        # aligned to the right, so that the head runs on responses alone
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in whole], device=model.device)  # [B, L]
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in whole], device=model.device)
+        given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        if "position_ids" in takes:
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if "logits_to_keep" in takes:
+            given["logits_to_keep"] = max(len(responses[i]) for i in rows)
+        logits = model(**given).logits  # [B, longest response, V]
         for row, i in zip(logits, rows):
-            begin = len(prompts[i]) - 1  # its output says the response's first token
-            yield i, row[begin : begin + len(responses[i])]
+            yield i, row[len(row) - len(responses[i]) :]
 
 
 def scorer(teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfig, folder: Path) -> Scorer:

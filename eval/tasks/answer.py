@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fewstep import checkers
+from fewstep.errors import UserError
 from fewstep.eval import items
 from fewstep.eval.items import Item, prompt_hash
 
@@ -13,7 +14,13 @@ VERSION = 1  # raised whenever a change here, or in the checker, could change a 
 
 def load(path: Path | str, field: str = "instruction", limit: int | None = None) -> list[Item]:
     """Read the task's rows, whose `reference` is the final answer as text; see `items.load`."""
-    return items.load("answer", path, field, limit, str, "the final answer, a text")
+    loaded = items.load("answer", path, field, limit, str, "the final answer, a text")
+    for item in loaded:
+        try:
+            score("", item.reference)
+        except UserError as error:
+            raise UserError(f"task answer: {path}, row {item.id}: {error}") from None
+    return loaded
 
 
 def score(text: str, reference: object) -> float:

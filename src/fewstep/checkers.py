@@ -69,7 +69,15 @@ def exact(text: str, reference: object) -> float:
 
 
 def answer(text: str, reference: object) -> float:
-    """Return 1.0 if the text behind the last `=`, or all of it where there is none, is the reference; else 0.0."""
+    """Return 1.0 if the text behind the last `=`, or all of it where there is none, is the reference; else 0.0.
+
+    Raises:
+        UserError: the reference is no text, or holds an `=`: no answer could be it.
+    """
+    if not isinstance(reference, str) or "=" in reference:
+        raise UserError(
+            f"reference is {reference!r}: the answer checker compares with a text without `=`; write the final answer alone, in quotes"
+        )
     return exact(text.rpartition("=")[2], reference)
 
 

@@ -54,7 +54,7 @@ class Forward:
             starts: B positions, where each row's clean tokens begin: its length in the cache.
             clean: B lists of tokens to run through the causal stream, and so to commit.
             noisy: B lists, the block that follows the clean tokens, with mask tokens in it.
-            keep: number of trailing queries whose logits are wanted; S or more where the alignment is `shifted`.
+            keep: number of trailing queries whose logits are wanted.
 
         Returns:
             [B, keep, V] f32. Clean tokens are aligned to the right end of the first C queries,

@@ -113,9 +113,23 @@ def test_few_texts_are_repeated_to_their_share_with_masks_of_their_own(tmp_path)
                topk_logprobs=[[-0.1]] * 2, tail_mass=[0.1] * 2, text="", reference="", split="train")  # fmt: skip
     records.write_shard(tmp_path / "01.parquet", [row, {**row, "sample_id": "b/round1"}])
     targets = [sample_of({**row, "sample_id": f"t{i}"}) for i in range(9)]
-    pool, found = on_policy.mixed(targets, tmp_path / "01.parquet", share=0.25)
-    assert found == 2 and pool[:9] == targets and [s.id for s in pool[9:]] == ["a/round1#0", "b/round1#0", "a/round1#1"]
-    assert all(s.on_policy for s in pool[9:])
+    pool, found = on_policy.mixed(targets, tmp_path / "01.parquet", share=0.25, seed=0)
+    ids = [s.id for s in pool[9:]]
+    assert found == 2 and pool[:9] == targets and {i.rpartition("#")[0] for i in ids} == {"a/round1", "b/round1"}
+    assert [i[-1] for i in ids] == ["0", "0", "1"] and all(s.on_policy for s in pool[9:])
+
+
+def test_of_many_texts_those_left_out_are_not_the_long_ones(tmp_path):
+    rows = [
+        dict(sample_id=f"{i}/round1", prompt_ids=[5] * (i + 1), response_ids=[7, 1], finish_reason="stop", topk_ids=[[8], [1]],
+             topk_logprobs=[[-0.1]] * 2, tail_mass=[0.1] * 2, text="", reference="", split="train")
+        for i in range(40)
+    ]  # fmt: skip
+    records.write_shard(tmp_path / "01.parquet", rows)
+    targets = [sample_of({**rows[0], "sample_id": f"t{i}"}) for i in range(40)]
+    pool, _ = on_policy.mixed(targets, tmp_path / "01.parquet", share=0.25, seed=0)
+    lengths = [len(s.prompt) for s in pool[40:]]
+    assert len(lengths) == 13 and min(lengths) <= 10 and max(lengths) > 30
 
 
 def test_scores_equal_what_the_teacher_said_of_its_own_text():

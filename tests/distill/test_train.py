@@ -248,6 +248,31 @@ def test_distill_records_trajectories_once_and_refuses_foreign_ones(world, tmp_p
         (dict(objectives={"ce": 1.0, "correction": 1.0}), "adapt.guess"),
         (dict(objectives={"ce": 1.0, "correction": 1.0}, guess=1.0), "adapt.guess: 1 leaves"),
         (dict(guess_noise=0.5), "adapt.guess_noise"),
+        (
+            dict(
+                student=StudentConfig(block_size=4, alignment="shifted"),
+                guess=0.5,
+                objectives={"ce": 1.0, "correction": 1.0},
+            ),
+            "adapt.guess: 0.5, but student.alignment is shifted",
+        ),
+        (
+            dict(
+                student=StudentConfig(block_size=4, alignment="shifted", attention="bidirectional"),
+                objectives={"ce": 1.0},
+                random_offset=0.0,
+            ),
+            "student.alignment: shifted",
+        ),
+        (
+            dict(
+                student=StudentConfig(block_size=4, attention="bidirectional"),
+                objectives={"ce": 1.0},
+                random_offset=0.0,
+                on_policy={"prompts": 4},
+            ),
+            "adapt.on_policy: a bidirectional",
+        ),
         (dict(reveal=0.3), "adapt.reveal"),
         (dict(right_weighted=0.3, complementary=True), "leans the other way"),
         (dict(right_weighted=0.3, suffix=1.0), "masked at random"),
@@ -324,6 +349,19 @@ def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(wor
         assert (trained[b] == mask).sum() == (0 if e.guess else e.masks.sum())
         assert torch.equal(later[b, C : C + n], torch.from_numpy(np.where(e.later[0], mask, e.noisy)))
         assert torch.equal(later[b, :C], batch.ids[b, :C])
+
+
+def test_a_shifted_student_trains_and_its_folder_says_so(world, tmp_path):
+    summary = go(
+        world, tmp_path, student=StudentConfig(block_size=4, alignment="shifted"), max_steps=60, batch_tokens=600
+    )
+    assert summary["last"]["held_out_ce"] < 0.5 * [m["ce"] for m in metrics(tmp_path) if "ce" in m][0]
+    model, tokenizer = load_student(tmp_path / "student")
+    assert model.config.fewstep["alignment"] == "shifted"
+    prompt = dict(max_new_tokens=8, eos_token_ids=[tokenizer.eos_token_id])
+    own = decode(model, [[5, 12, 6]], sampler="ar", **prompt)[0]
+    drafted = decode(model, [[5, 12, 6]], sampler="verify", **prompt)[0]
+    assert drafted.ids == own.ids and drafted.nfe < own.nfe  # it reads its drafts where it was taught to write them
 
 
 def test_bidirectional_student_trains_and_decodes(world, tmp_path):

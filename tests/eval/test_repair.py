@@ -39,8 +39,8 @@ def test_an_oracle_repairs_every_error_and_damages_nothing(monkeypatch):
     shown = scripted(monkeypatch, truth)
     found = repair.measure(student(), PROMPTS, ANSWERS, 8, 0.9, seed=0, share=0.3)
     assert found["errors"] + found["right"] == 27 and found["errors"] > 3
-    assert (found["repaired"], found["damaged"]) == (1.0, 0.0)
-    assert len(shown) == 2 * 5  # five blocks: one forward mends, the next changes nothing
+    assert (found["repaired"], found["damaged"], found["damaged_clean"]) == (1.0, 0.0, 0.0)
+    assert len(shown) == 2 * 5 + 5  # five blocks: one forward mends, the next changes nothing; the clean ones stay
 
 
 def test_a_parrot_repairs_nothing_and_keeps_what_it_sees(monkeypatch):
@@ -48,7 +48,8 @@ def test_a_parrot_repairs_nothing_and_keeps_what_it_sees(monkeypatch):
     found = repair.measure(student(), PROMPTS, ANSWERS, 8, 0.9, seed=0, share=0.3)
     assert (found["repaired"], found["damaged"]) == (0.0, 0.0)
     wrong = sum(a != b for block, (p, t) in zip(shown, _blocks()) for a, b in zip(block, t))
-    assert wrong == found["errors"]
+    assert wrong == found["errors"] and found["clean"] == 27
+    assert shown[5:] == [t for _, t in _blocks()]  # the second time there are no errors
     assert all(token in {t for answer in ANSWERS for t in answer} for block in shown for token in block)
 
 
@@ -60,16 +61,18 @@ def _blocks():
 def test_a_vandal_damages_what_was_right_and_an_unsure_one_nothing(monkeypatch):
     scripted(monkeypatch, lambda prefix, block: [3] * len(block))
     found = repair.measure(student(), PROMPTS, ANSWERS, 8, 0.9, seed=0)
-    assert found["damaged"] == 1.0 and found["repaired"] == 0.0
-    assert repair.measure(student(), PROMPTS, ANSWERS, 8, 1.0, seed=0)["damaged"] == 0.0
+    assert (found["damaged"], found["damaged_clean"], found["repaired"]) == (1.0, 1.0, 0.0)
+    unsure = repair.measure(student(), PROMPTS, ANSWERS, 8, 1.0, seed=0)
+    assert unsure["damaged"] == unsure["damaged_clean"] == 0.0
 
 
 def test_a_real_student_and_its_sentence():
     found = repair.measure(student(), PROMPTS, ANSWERS, 8, 0.2, seed=1, share=0.5)
     assert 0 <= found["repaired"] <= 1 and found["repaired_ci"][0] <= found["repaired"] <= found["repaired_ci"][1]
-    assert f"of {found['errors']} wrong tokens put into right answers (50 %)" in verdict.repaired(found)
+    assert f"of {found['errors']} wrong tokens put into 3 right answers (50 %)" in verdict.repaired(found)
     nothing = repair.measure(student(), PROMPTS, ANSWERS, 8, 0.2, seed=1, share=0.0)
-    assert nothing["repaired"] is None and nothing["errors"] == 0 and "too few" in verdict.repaired(nothing)
+    assert nothing["repaired"] is None and nothing["errors"] == 0
+    assert verdict.repaired(nothing).startswith("of right answers it damaged")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

@@ -15,9 +15,12 @@ Positive = Annotated[float, Field(ge=0.0)]
 Positives = Annotated[list[Positive], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[list[Count], Field(min_length=1)]
+Whole = Annotated[int, Field(ge=0)]
+Wholes = Annotated[list[Whole], Field(min_length=1)]
 # setting → the samplers that take it; the same as in students/decoding, which would import torch
 OWNERS = {
     "threshold": ("threshold", "klass", "edit"),
+    "leading": ("threshold",),
     "steps": ("fixed", "remask"),
     "factor": ("factor",),
     "gamma": ("entropy",),
@@ -44,6 +47,10 @@ class SamplerConfig(Config):
     name: Literal["threshold", "verify", "fixed", "factor", "entropy", "klass", "margin", "remask", "edit"]
     threshold: Share | Shares | None = Field(
         None, description="threshold, klass, edit: commit positions at least this confident; default 0.9"
+    )
+    leading: Whole | Wholes | None = Field(
+        None,
+        description="threshold: so many of a block's first open positions are committed however unsure; default 0",
     )
     steps: Count | Counts | None = Field(None, description="fixed, remask: denoising steps a block; default 8")
     factor: Positive | Positives | None = Field(

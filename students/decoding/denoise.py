@@ -22,7 +22,7 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
         forward: the student with an empty cache.
         rows: one per prompt.
         block_size: S; a row's last block is shorter where its budget ends.
-        sampler: chooses which of the candidate positions to commit; the most confident one always is.
+        sampler: chooses which of the candidate positions to commit; where it chooses none, the most confident is.
         settings: the sampler's, each a number, or a list with one for every row.
     """
     mask = forward.mask_token_id
@@ -44,10 +44,8 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
         if sampler.stays is not None:
             _follow(draft, current, sampler, values)
         commit = sampler.select(draft, **values) & draft.candidates
-        best = draft.confidence.argmax(-1)
-        commit[torch.arange(len(active), device=best.device), best] = draft.candidates.any(
-            -1
-        )  # progress: at least one token a forward
+        idle = draft.candidates.any(-1) & ~commit.any(-1)
+        commit[idle, draft.confidence.argmax(-1)[idle]] = True  # progress: at least one token a forward
         change = _revision(draft, current, commit, sampler, values)
 
         picked = zip(active, current, commit.tolist(), draft.token.tolist(), draft.confidence.tolist(), change)

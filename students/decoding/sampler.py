@@ -91,7 +91,7 @@ class Sampler:
     """A way to decide a block.
 
     settings: name → range and default.
-    select: which candidates to commit; the most confident one is committed in any case.
+    select: which candidates to commit; where it chooses none, the most confident one is.
     revise: which decided positions change: `rewrite` gives them `draft.token`, else they are masked again.
     stays: [B, S] bool from draft and settings, counted into `draft.stable` while it holds; needs `draft.previous`.
     """

@@ -16,6 +16,7 @@ SETTINGS = [
     {"sampler": "threshold", "threshold": 0.0},
     {"sampler": "threshold", "threshold": 0.3},
     {"sampler": "threshold", "threshold": 1.0},
+    {"sampler": "threshold", "threshold": 0.5, "leading": 1},
     {"sampler": "factor", "factor": 1.0},
     {"sampler": "entropy", "gamma": 2.0},
     {"sampler": "margin", "margin": 0.2},

@@ -63,6 +63,24 @@ def test_entropy_commits_within_its_budget(seed, gamma):
         assert chosen[b].nonzero().flatten().tolist() == sorted(order[:largest])
 
 
+@pytest.mark.parametrize("leading", [0, 1, 3])
+def test_threshold_commits_the_sure_and_the_first_open_ones(leading):
+    draft = made_draft(4, scale=1.0)
+    chosen = BLOCKWISE["threshold"].select(draft, threshold=column(0.5), leading=column(leading)) & draft.candidates
+    for b in range(4):
+        open_ = draft.candidates[b].nonzero().flatten().tolist()
+        sure = [i for i in open_ if draft.confidence[b, i] >= 0.5]
+        assert chosen[b].nonzero().flatten().tolist() == sorted({*sure, *open_[:leading]})
+
+
+def test_leading_one_decides_a_block_from_left_to_right_where_nothing_is_sure():
+    model, given = student(block_size=8), dict(max_new_tokens=16, eos_token_ids=[], threshold=1.0)
+    ahead = decode(model, [[5, 9, 11]], sampler="threshold", leading=1, **given)[0]
+    assert ahead.steps == list(range(16)) and ahead.nfe == 16
+    surest = decode(model, [[5, 9, 11]], sampler="threshold", **given)[0]
+    assert sorted(surest.steps) == list(range(16)) and surest.steps != ahead.steps
+
+
 @pytest.mark.parametrize("margin", [0.0, 0.3, 0.9])
 def test_margin_compares_the_two_best(margin):
     draft = made_draft(1)

@@ -41,7 +41,11 @@ DRAWS = 4000  # answers of the control
 A_PROMPT = 3  # stories a prompt
 MIXED = tuple(f"{a.split()[0]} {b.split()[1]}" for a in MODES for b in MODES if a != b)
 VERIFY, ONE = ("verify", {}), ("fixed", {"steps": 16})
-OF_MODES = {"one step a block": ("fixed", {"steps": 1}), "threshold 0.9": ("threshold", {"threshold": 0.9})}
+OF_MODES = {
+    "one step a block": ("fixed", {"steps": 1}),
+    "threshold 0.9": ("threshold", {"threshold": 0.9}),
+    "threshold 0.9, leading 1": ("threshold", {"threshold": 0.9, "leading": 1}),
+}
 OF_STORIES = {f"threshold {t}": ("threshold", {"threshold": t}) for t in (0.3, 0.5, 0.7, 0.9)}
 
 
@@ -102,7 +106,7 @@ def modes(runs: Path) -> None:
         row["mixed_ci"] = list(mean_interval([float(i < crossed) for i in range(DRAWS)]))
         row["others"] = sum(counts.values()) / DRAWS
         rows.append(row)
-        print(f"{name:<18} {shares[0]:.3f} {shares[1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}")
+        print(f"{name:<24} {shares[0]:.3f} {shares[1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}")
     _keep("lab-modes", rows, drawn.manifest)
 
 

@@ -237,7 +237,7 @@ def figure(rows: list[dict], path: Path) -> None:
             if r["system"] == TEACHER:
                 axis.axhline(r["score"], color="gray", linestyle=":", linewidth=1)
         axis.set(title=task, xlabel="tokens a forward", ylabel="score")
-    axes[0][0].legend(fontsize=7, loc="lower left")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     fig.savefig(path)
     pyplot.close(fig)
 

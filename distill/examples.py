@@ -15,6 +15,8 @@ from fewstep.distill.config import TrainingConfig
 from fewstep.distill.states import anchor, noise, suffix, trajectory, two_step
 from fewstep.students.layout import Example, block_index, filled_length
 
+EPOCHS = 10**6  # more than any phase between two on-policy rounds has
+
 
 @dataclass
 class Sample:
@@ -198,3 +200,27 @@ def micro_batches(step: list[int], world_size: int, accumulation: int) -> list[l
     """
     groups = [step[i :: world_size * accumulation] for i in range(world_size * accumulation)]
     return [groups[rank::world_size] for rank in range(world_size)]
+
+
+class StepPlan:
+    """Which samples each step trains on; a function of the seed alone, so a resume needs no saved state.
+
+    first, phase: the step from which it counts, and how many plans came before it: its epochs are its own.
+    """
+
+    def __init__(self, samples, config: TrainingConfig, block_size: int, seed: int, least: int, first=0, phase=0):
+        self.samples, self.costs = samples, [cost(s, config, block_size) for s in samples]
+        self.batch_tokens, self.seed, self.least = config.batch_tokens, seed, least
+        self.epoch, self.first = phase * EPOCHS, first
+        self.steps = self._cut(self.epoch)
+
+    def _cut(self, epoch: int) -> list[list[int]]:
+        return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)
+
+    def at(self, step: int) -> tuple[int, list[int]]:
+        """Return (epoch, sample indices) of a step; steps are asked for in order."""
+        while step >= self.first + len(self.steps):
+            self.first += len(self.steps)
+            self.epoch += 1
+            self.steps = self._cut(self.epoch)
+        return self.epoch, self.steps[step - self.first]

@@ -16,10 +16,9 @@ from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, ch
 from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
 from fewstep.distill.examples import (
     Sample,
-    cost,
+    StepPlan,
     curriculum_block_size,
     draw_example,
-    epoch_steps,
     micro_batches,
     read_samples,
 )
@@ -35,7 +34,6 @@ from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
 from fewstep.students.probe import why_class_not_convertible
 
-EPOCHS = 10**6  # more than any phase between two on-policy rounds has
 HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
 
 
@@ -154,7 +152,7 @@ def run(
         raise RunFailed(
             f"{stage}: {len(samples)} targets cannot fill {least} micro-batches; lower gradient_accumulation_steps"
         )
-    plan, rounds = _StepPlan(samples, config, facts["block_size"], seed, least), 0
+    plan, rounds = StepPlan(samples, config, facts["block_size"], seed, least), 0
     last: dict[str, float] = {}
     started = time.perf_counter()
     with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
@@ -163,7 +161,7 @@ def run(
             if (number := on_policy.phase(step, config.max_steps, config.on_policy)) > rounds:
                 rounds, begin = number, on_policy.begins(number, config.max_steps, config.on_policy)
                 pool, wrong = next_round(number, step, begin)
-                plan = _StepPlan(pool, config, facts["block_size"], seed, least, begin, number)
+                plan = StepPlan(pool, config, facts["block_size"], seed, least, begin, number)
                 if tracker and step == begin:
                     tracker.log(step + 1, {"on_policy_round": number, "on_policy_wrong": wrong})
             block_size = curriculum_block_size(config, facts["block_size"], step, seed)
@@ -244,30 +242,6 @@ def schedule(step: int, config: TrainingConfig) -> float:
     if config.lr_scheduler_type == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * share))
     return 1.0 - share if config.lr_scheduler_type == "linear" else 1.0
-
-
-class _StepPlan:
-    """Which samples each step trains on; a function of the seed alone, so a resume needs no saved state.
-
-    first, phase: the step from which it counts, and how many plans came before it: its epochs are its own.
-    """
-
-    def __init__(self, samples, config: TrainingConfig, block_size: int, seed: int, least: int, first=0, phase=0):
-        self.samples, self.costs = samples, [cost(s, config, block_size) for s in samples]
-        self.batch_tokens, self.seed, self.least = config.batch_tokens, seed, least
-        self.epoch, self.first = phase * EPOCHS, first
-        self.steps = self._cut(self.epoch)
-
-    def _cut(self, epoch: int) -> list[list[int]]:
-        return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)
-
-    def at(self, step: int) -> tuple[int, list[int]]:
-        """Return (epoch, sample indices) of a step; steps are asked for in order."""
-        while step >= self.first + len(self.steps):
-            self.first += len(self.steps)
-            self.epoch += 1
-            self.steps = self._cut(self.epoch)
-        return self.epoch, self.steps[step - self.first]
 
 
 def _load(stage, config, student, source, seed, dtype) -> tuple:

@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 
 from fewstep import machine
+from fewstep.eval.verdict import setting_name
 from fewstep.runstore import write_atomic
 
 COMMAND = "bash benchmarks/gpu.sh"
@@ -63,8 +64,7 @@ def table(kept: dict) -> list[str]:
         times = ", ".join(f"{s} {t:.0f} s" for s, t in kept["lab_stages"].items())
         lines += [f"lab      {times}", f"         {'system':<12} {'decoding':<28} {'score':>6} {'TPF':>6} {'tokens/s':>9} {'over AR':>8}"]  # fmt: skip
         for r in of["lab"]:
-            settings = [f"{k} {v}" for k, v in r["settings"].items()]
-            how = " ".join(settings if r["sampler"] in r["settings"] else [r["sampler"], *settings])
+            how = setting_name(r["sampler"], r["settings"])
             over = "baseline" if r["is_speed_baseline"] else _number(r["speedup"], 2)
             lines.append(f"         {r['system']:<12} {how:<28} {_number(r['score'], 3):>6} {_number(r['tpf'], 2):>6} {_number(r['tokens_per_s'], 1):>9} {over:>8}")  # fmt: skip
     for r in of["decode"]:

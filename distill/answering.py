@@ -62,16 +62,16 @@ def answer(
         settings[name] = number
     model, tokenizer = load_student(folder, torch_dtype("auto"))
     model.to(device())
-    chosen = {k: v for k, v in settings.items() if v is not None and k in ("sampler", "block_size", *SETTINGS)}
+    settings = {k: v for k, v in settings.items() if v is not None}
     if effort is not None:
-        if chosen:
-            raise UserError(f"--effort {effort}: it names the sampler and its settings; leave out {', '.join(chosen)}")
+        own = [k for k in settings if k in ("sampler", "block_size", *SETTINGS)]
+        if own:
+            raise UserError(f"--effort {effort}: it names the sampler and its settings; leave out {', '.join(own)}")
         try:
-            chosen = settings_of(getattr(model.generation_config, "fewstep_effort", None), effort)
+            settings |= settings_of(getattr(model.generation_config, "fewstep_effort", None), effort)
         except ValueError as error:
             raise UserError(f"--{error}") from None
-    sampler = chosen.setdefault("sampler", "threshold")
-    settings = {k: v for k, v in settings.items() if v is not None and k not in SETTINGS} | chosen
+    sampler = settings.setdefault("sampler", "threshold")
     states: list[list[int | None]] = []
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
     try:

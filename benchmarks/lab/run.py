@@ -96,10 +96,8 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 ABLATED = ("bits", "sort")
 FEWER = ["eval.tasks.0.limit=1000", "eval.baselines=[teacher]"]  # prompts and systems of what runs on two tasks
-SHIPPED, DRAWN = (
-    ("booking",),
-    ("modes", "stories"),
-)  # tasks whose teacher is in the repository; tasks that sampled.py measures
+SHIPPED = ("booking",)  # tasks whose teacher is in the repository
+DRAWN = ("modes", "stories")  # tasks that sampled.py measures
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,8 @@ class Job:
         given = [f"seed={self.seed}", *fewer, *own, f"name={self.name(quick)}"]
         if not quick:
             return given
-        halved = ["adapt.max_steps=750"] if LONGER[0] in own else ["adapt.max_steps=600"]
-        return [
-            *given,
-            *halved,
-            *([] if UNDISTILLED[0] in own else ["distill.max_steps=150"]),
-            "eval.tasks.0.limit=300",
-        ]
+        halved = [f"adapt.max_steps={750 if LONGER[0] in own else 600}", "eval.tasks.0.limit=300"]
+        return given + halved + ([] if UNDISTILLED[0] in own else ["distill.max_steps=150"])
 
     def name(self, quick: bool) -> str:
         """Return the name under which the runs folder lists the job's stages."""
@@ -242,7 +235,9 @@ def main() -> None:
         if task in DRAWN and subprocess.run([sys.executable, str(HERE / "sampled.py"), task, *own]).returncode:
             unwell.append(task)
     if any(task not in DRAWN for task in there):
-        subprocess.run([sys.executable, str(HERE / "table.py"), *own, *(["--quick"] if args.quick else [])])
+        table = [sys.executable, str(HERE / "table.py"), *own, *(["--quick"] if args.quick else [])]
+        if subprocess.run(table).returncode:
+            unwell.append("table.py")
     if unwell:
         raise SystemExit(f"{len(unwell)} failed: {', '.join(unwell)}")
 

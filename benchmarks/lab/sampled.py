@@ -40,13 +40,15 @@ BATCH = 250  # prompts at once
 DRAWS = 4000  # answers of the control
 A_PROMPT = 3  # stories a prompt
 MIXED = tuple(f"{a.split()[0]} {b.split()[1]}" for a in MODES for b in MODES if a != b)
-VERIFY, ONE = ("verify", {}), ("fixed", {"steps": 16})
+VERIFY = ("verify", {})
 OF_MODES = {
     "one step a block": ("fixed", {"steps": 1}),
     "threshold 0.9": ("threshold", {"threshold": 0.9}),
     "threshold 0.9, leading 1": ("threshold", {"threshold": 0.9, "leading": 1}),
+    "one token a step": ("fixed", {"steps": 16}),
+    "verify": VERIFY,
 }
-OF_STORIES = {f"threshold {t}": ("threshold", {"threshold": t}) for t in (0.3, 0.5, 0.7, 0.9)}
+OF_STORIES = {f"threshold {t}": ("threshold", {"threshold": t}) for t in (0.3, 0.5, 0.7, 0.9)} | {"verify": VERIFY}
 
 
 class Drawn:
@@ -88,23 +90,15 @@ class Drawn:
 def modes(runs: Path) -> None:
     """Measure, for the AR teacher and each way to decode, how often each answer and each mixture is drawn."""
     drawn = Drawn("modes", runs, ["distill=null"], lambda _: DRAWS)
-    ways = {**OF_MODES, "one token a step": ONE, "verify": VERIFY}
-    answers = {"AR teacher": drawn.by_teacher()} | {name: drawn.by_student(*way) for name, way in ways.items()}
+    answers = {"AR teacher": drawn.by_teacher()} | {name: drawn.by_student(*way) for name, way in OF_MODES.items()}
     rows = []
     for name, given in answers.items():
         counts = Counter(drawn.tokenizer.decode(answer.ids, skip_special_tokens=True).strip() for answer in given)
         shares = [counts.pop(mode, 0) / DRAWS for mode in MODES]
         crossed = sum(counts.pop(mixture, 0) for mixture in MIXED)
-        row = {
-            "task": "modes",
-            "system": name,
-            "n": DRAWS,
-            "tpf": _tpf(given),
-            "modes": shares,
-            "mixed": crossed / DRAWS,
-        }
+        row = {"task": "modes", "system": name, "n": DRAWS, "tpf": _tpf(given), "modes": shares}
+        row |= {"mixed": crossed / DRAWS, "others": sum(counts.values()) / DRAWS}
         row["mixed_ci"] = list(mean_interval([float(i < crossed) for i in range(DRAWS)]))
-        row["others"] = sum(counts.values()) / DRAWS
         rows.append(row)
         print(f"{name:<24} {shares[0]:.3f} {shares[1]:.3f}  mixed {row['mixed']:.4f}  others {row['others']:.4f}")
     _keep("lab-modes", rows, drawn.manifest)
@@ -113,8 +107,7 @@ def modes(runs: Path) -> None:
 def stories(runs: Path) -> None:
     """Measure the perplexity of stories under the AR teacher, and how varied they are, beside its own stories."""
     drawn = Drawn("stories", runs, [], lambda count: A_PROMPT * count)
-    ways = {**OF_STORIES, "verify": VERIFY}
-    answers = {"AR teacher": drawn.by_teacher()} | {name: drawn.by_student(*way) for name, way in ways.items()}
+    answers = {"AR teacher": drawn.by_teacher()} | {name: drawn.by_student(*way) for name, way in OF_STORIES.items()}
     rows: list[dict] = []
     of_teacher = None
     for name, given in answers.items():

@@ -5,56 +5,16 @@ after a resume, the same sample gets the same masks and the same step gets the s
 """
 
 import hashlib
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-from fewstep import records
 from fewstep.distill.config import TrainingConfig
+from fewstep.distill.samples import Sample, Samples
 from fewstep.distill.states import anchor, noise, suffix, trajectory, two_step
 from fewstep.students.layout import Example, block_index, filled_length
 
 EPOCHS = 10**6  # more than any phase between two on-policy rounds has
-
-
-@dataclass
-class Sample:
-    """One target, as the teacher wrote it; arrays as in `Example`, plus the trajectory's order."""
-
-    id: str
-    prompt: np.ndarray
-    response: np.ndarray
-    finished: bool
-    topk_ids: np.ndarray | None
-    topk_logprobs: np.ndarray | None
-    tail_mass: np.ndarray | None
-    order: np.ndarray | None = None
-    on_policy: bool = False  # the student wrote the response, and the teacher's tokens are its labels
-
-
-def read_samples(targets: Path, split: str) -> list[Sample]:
-    """Read one split of a targets folder into memory, rows without a response left out."""
-    samples = []
-    for row in records.read_rows(targets / "shards", split):
-        if row["response_ids"]:
-            samples.append(sample_of(row))
-    return samples
-
-
-def sample_of(row: dict, on_policy: bool = False) -> Sample:
-    """Return one row of a shard (`records.SCHEMA`) as a Sample."""
-    has = bool(row["topk_ids"]) and len(row["topk_ids"][0]) > 0
-    return Sample(
-        id=row["sample_id"],
-        prompt=np.asarray(row["prompt_ids"], np.int64),
-        response=np.asarray(row["response_ids"], np.int64),
-        finished=row["finish_reason"] == "stop",
-        topk_ids=np.asarray(row["topk_ids"], np.int64) if has else None,
-        topk_logprobs=np.asarray(row["topk_logprobs"], np.float32) if has else None,
-        tail_mass=np.asarray(row["tail_mass"], np.float32) if has else None,
-        on_policy=on_policy,
-    )
 
 
 def keyed_rng(*key) -> np.random.Generator:
@@ -150,51 +110,51 @@ def curriculum_block_size(config: TrainingConfig, largest: int, step: int, seed:
     return sizes[min(int(progress / phased * len(sizes)), len(sizes) - 1)]
 
 
-def cost(sample: Sample, config: TrainingConfig, block_size: int) -> int:
-    """Return the most positions, clean and noisy, that one sample takes."""
+def costs(samples: Samples, config: TrainingConfig, block_size: int) -> np.ndarray:
+    """Return [N] i64, the most positions, clean and noisy, that each sample takes."""
     copies = config.copies * (2 if config.complementary else 1)
-    clean = len(sample.prompt) + len(sample.response)
-    return clean + copies * (len(sample.response) + block_size - 1)
+    clean = samples.prompt_lengths + samples.response_lengths
+    return clean + copies * (samples.response_lengths + block_size - 1)
 
 
-def epoch_steps(costs: list[int], batch_tokens: int, seed: int, epoch: int, least: int) -> list[list[int]]:
+def epoch_steps(costs: np.ndarray, batch_tokens: int, seed: int, epoch: int, least: int) -> list[np.ndarray]:
     """Cut an epoch into optimizer steps of about `batch_tokens` positions and of similar lengths.
 
     Args:
-        costs: positions of each sample.
+        costs: [N] positions of each sample.
         least: samples a step needs so that every micro-batch has one.
 
     Returns:
-        A list of steps, each a list of sample indices; every sample appears once.
+        A list of steps, each an array of sample indices; every sample appears once.
     """
+    costs = np.asarray(costs)
     rng = keyed_rng(seed, epoch, "order")
-    shuffled = rng.permutation(len(costs))
+    shuffled = rng.permutation(len(costs)).astype(np.int32)
     per_step = max(least, batch_tokens // max(1, int(np.mean(costs))))
     window = per_step * 16  # similar lengths meet, yet a step is no fixed set of samples
-    steps: list[list[int]] = []
+    steps: list[np.ndarray] = []
     for first in range(0, len(shuffled), window):
-        bucket = sorted(shuffled[first : first + window].tolist(), key=lambda i: (costs[i], i))
-        current: list[int] = []
-        for i in bucket:
-            widest = max([costs[i]] + [costs[j] for j in current])
-            if len(current) >= least and widest * (len(current) + 1) > batch_tokens:
-                steps.append(current)
-                current = []
-            current.append(i)
-        steps.append(current)
+        bucket = shuffled[first : first + window]
+        bucket = bucket[np.lexsort((bucket, costs[bucket]))]
+        begin = 0
+        for end, cost in enumerate(costs[bucket].tolist()):  # from short to long, so this is the step's longest
+            if end - begin >= least and cost * (end - begin + 1) > batch_tokens:
+                steps.append(bucket[begin:end])
+                begin = end
+        steps.append(bucket[begin:])
     short = [s for s in steps if len(s) < least]
     steps = [s for s in steps if len(s) >= least]
     if short:  # remainders too small to fill every micro-batch go together, or join the last step
-        left = [i for s in short for i in s]
+        left = np.concatenate(short)
         if len(left) >= least or not steps:
             steps.append(left)
         else:
-            steps[-1] = steps[-1] + left
+            steps[-1] = np.concatenate([steps[-1], left])
     return [steps[i] for i in rng.permutation(len(steps))]
 
 
-def micro_batches(step: list[int], world_size: int, accumulation: int) -> list[list[list[int]]]:
-    """Deal a step's samples to ranks and micro-batches: result[rank][micro] is a list of samples.
+def micro_batches(step: Sequence[int], world_size: int, accumulation: int) -> list[list[Sequence[int]]]:
+    """Deal a step's samples to ranks and micro-batches: result[rank][micro] are indices of samples.
 
     1 rank with accumulation 2 and 2 ranks with accumulation 1 get the same groups.
     """
@@ -208,16 +168,18 @@ class StepPlan:
     first, phase: the step from which it counts, and how many plans came before it: its epochs are its own.
     """
 
-    def __init__(self, samples, config: TrainingConfig, block_size: int, seed: int, least: int, first=0, phase=0):
-        self.samples, self.costs = samples, [cost(s, config, block_size) for s in samples]
+    def __init__(
+        self, samples: Samples, config: TrainingConfig, block_size: int, seed: int, least: int, first=0, phase=0
+    ):
+        self.samples, self.costs = samples, costs(samples, config, block_size)
         self.batch_tokens, self.seed, self.least = config.batch_tokens, seed, least
         self.epoch, self.first = phase * EPOCHS, first
         self.steps = self._cut(self.epoch)
 
-    def _cut(self, epoch: int) -> list[list[int]]:
+    def _cut(self, epoch: int) -> list[np.ndarray]:
         return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)
 
-    def at(self, step: int) -> tuple[int, list[int]]:
+    def at(self, step: int) -> tuple[int, np.ndarray]:
         """Return (epoch, sample indices) of a step; steps are asked for in order."""
         while step >= self.first + len(self.steps):
             self.first += len(self.steps)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fewstep.chat import eos_ids
 from fewstep.distill.config import OnPolicyConfig
-from fewstep.distill.examples import Sample, keyed_rng, sample_of
+from fewstep.distill.examples import keyed_rng
+from fewstep.distill.samples import Samples, renamed, sample_of
 from fewstep.progress import progress
 from fewstep.records import read_rows, write_shard
 from fewstep.signals import raise_if_stopped
@@ -34,7 +35,7 @@ def round_file(folder: Path, number: int) -> Path:
     return folder / "on_policy" / f"{number:02d}.parquet"
 
 
-def record(model, tokenizer, samples: list[Sample], config: OnPolicyConfig, number: int, seed: int, path: Path, score):
+def record(model, tokenizer, samples: Samples, config: OnPolicyConfig, number: int, seed: int, path: Path, score):
     """Write the file of one round, on one rank; nothing is done where it exists.
 
     Args:
@@ -50,7 +51,7 @@ def record(model, tokenizer, samples: list[Sample], config: OnPolicyConfig, numb
     path.parent.mkdir(exist_ok=True)
     picked = keyed_rng(seed, number, "on-policy").permutation(len(samples))[: config.prompts]
     chosen = sorted((samples[i] for i in picked), key=lambda s: (len(s.prompt), s.id))
-    longest = max(len(s.response) for s in samples)
+    longest = int(samples.response_lengths.max())
     decoded = []
     with progress(f"on-policy round {number}", len(chosen), "prompts") as bar:
         for first in range(0, len(chosen), BATCH):
@@ -98,7 +99,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.2)
 
 
-def mixed(samples: list[Sample], path: Path, share: float, seed: int) -> tuple[list[Sample], int]:
+def mixed(samples: Samples, path: Path, share: float, seed: int) -> tuple[Samples, int]:
     """Return the targets and, as about `share` of the whole, a round's texts; and how many texts there are.
 
     Few texts are repeated, each time under another id, so with other masks; of many some are left out.
@@ -109,9 +110,5 @@ def mixed(samples: list[Sample], path: Path, share: float, seed: int) -> tuple[l
         return samples, 0
     wanted = round(share / (1 - share) * len(samples))
     copies = -(-wanted // len(texts))
-    repeated = [_renamed(text, k) for k in range(copies) for text in texts][:wanted]
-    return samples + repeated, len(texts)
-
-
-def _renamed(sample: Sample, copy: int) -> Sample:
-    return Sample(**{**vars(sample), "id": f"{sample.id}#{copy}"})
+    repeated = [renamed(text, k) for k in range(copies) for text in texts][:wanted]
+    return samples.beside(repeated), len(texts)

@@ -14,15 +14,9 @@ import torch
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
 from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
-from fewstep.distill.examples import (
-    Sample,
-    StepPlan,
-    curriculum_block_size,
-    draw_example,
-    micro_batches,
-    read_samples,
-)
+from fewstep.distill.examples import StepPlan, curriculum_block_size, draw_example, micro_batches
 from fewstep.distill.objectives.rows import masked
+from fewstep.distill.samples import Sample, Samples, open_samples
 from fewstep.distill.tracking import Tracker
 from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
 from fewstep.errors import RunFailed, Stopped, UserError
@@ -75,20 +69,22 @@ def run(
     torch.manual_seed(seed)
     model, tokenizer, adapter = _load(stage, config, student, source, seed, training_dtype(engine.precision))
     facts = model.config.fewstep
-    samples, held_out = read_samples(targets, "train"), read_samples(targets, "held_out")[:HELD_OUT_ROWS]
+    state_folder = folder / "trainer_state"
+    topk = "kd" in config.used() or config.order == "nll"
+    samples, held_out = (open_samples(targets, split, state_folder, topk) for split in ("train", "held_out"))
     samples, too_long = _fitting(samples, model)
     if not samples:
         raise RunFailed(
             f"{stage}: no target fits into the model's context ({too_long} are longer); shorten the prompts"
         )
-    held_out, _ = _fitting(held_out, model)
+    held_out = _fitting(held_out, model)[0][:HELD_OUT_ROWS]
     if config.order == "trajectory":
         recorded = model.to("cuda" if torch.cuda.is_available() else "cpu")
         trajectories.record(recorded, samples, folder / "trajectories", facts["block_size"])
-        trajectories.attach(samples, trajectories.load(folder / "trajectories"))
+        samples = trajectories.attach(samples, folder / "trajectories", state_folder)
     elif config.order == "nll":
-        for sample in samples:
-            sample.order = trajectories.nll_order(sample)
+        trajectories.nll_order(samples[0])  # refuses targets without log-probabilities now, not at a step
+        samples = samples.ordered(lambda sample, place: trajectories.nll_order(sample))
 
     objectives = load_objectives(config.objectives)
     # eval mode throughout: the masks are the noise, and dropout would draw from a generator that no checkpoint holds
@@ -100,7 +96,7 @@ def run(
         trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
     worker = build_engine(engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm)
-    state_folder, is_main = folder / "trainer_state", worker.rank == 0
+    is_main = worker.rank == 0
     found = checkpoints.latest(state_folder)
     first_step = 0
     if found:
@@ -110,7 +106,8 @@ def run(
         folder, first_step, track, {"name": f"{run_name}-{stage}", "group": run_name, "job_type": stage, "config": config.model_dump(mode="json")}
     ) if is_main else None  # fmt: skip
     eos, context = _eos(model, tokenizer), _context(model)
-    num_topk = samples[0].topk_ids.shape[1] if "kd" in objectives and samples[0].topk_ids is not None else 0
+    kept = samples[0].topk_ids
+    num_topk = kept.shape[1] if "kd" in objectives and kept is not None else 0
     if "kd" in objectives and not num_topk:
         raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
 
@@ -134,7 +131,7 @@ def run(
         state = {"step": step, "stage": stage}
         checkpoints.save(state_folder, step, worker.save, state, config.save_total_limit, is_main, worker.barrier)
 
-    def next_round(number: int, step: int, begin: int) -> tuple[list[Sample], int]:
+    def next_round(number: int, step: int, begin: int) -> tuple[Samples, int]:
         path = on_policy.round_file(folder, number)
         if step > begin and not path.exists():
             raise RunFailed(
@@ -218,6 +215,9 @@ def run(
         if is_main:
             _write_student(model, tokenizer, folder, adapter, engine)
     worker.barrier()
+    if is_main:
+        for mapped in state_folder.glob("*.arrow"):
+            mapped.unlink()
     if tracker:
         tracker.close()
     return {
@@ -275,10 +275,10 @@ def _load(stage, config, student, source, seed, dtype) -> tuple:
     return model, tokenizer, apply_lora(model, lora.rank, lora.alpha, lora.gated, facts["mask_token_id"])
 
 
-def _fitting(samples: list[Sample], model) -> tuple[list[Sample], int]:
+def _fitting(samples: Samples, model) -> tuple[Samples, int]:
     """Leave out samples that do not fit into the context; return how many were."""
-    fits = [s for s in samples if len(s.prompt) + len(s.response) <= _context(model)]
-    return fits, len(samples) - len(fits)
+    fits = samples.prompt_lengths + samples.response_lengths <= _context(model)
+    return samples.only(fits), int((~fits).sum())
 
 
 def _context(model) -> int:

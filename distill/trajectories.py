@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
 from fewstep import machine
-from fewstep.distill.examples import Sample
+from fewstep.distill.samples import Sample, Samples, mapped
 from fewstep.errors import RunFailed
 from fewstep.progress import progress
 from fewstep.runstore import write_atomic
@@ -42,7 +43,7 @@ def nll_order(sample: Sample) -> np.ndarray:
     return np.argsort(np.argsort(surprise, kind="stable"), kind="stable")
 
 
-def record(model, samples: list[Sample], folder: Path, block_size: int, batch_size: int = 64) -> None:
+def record(model, samples: Samples, folder: Path, block_size: int, batch_size: int = 64) -> None:
     """Write `folder/NNNNN.parquet` with each sample's order; shards that exist are kept.
 
     Under a launcher the ranks share the shards, and each waits until all are there.
@@ -57,49 +58,52 @@ def record(model, samples: list[Sample], folder: Path, block_size: int, batch_si
         Stopped: between shards, on a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [samples[i : i + SHARD] for i in range(0, len(samples), SHARD)]
+    shards = range(0, len(samples), SHARD)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    with progress("trajectories", total=sum(len(s.response) for s in samples)) as bar:
-        for number, shard in enumerate(shards):
+    with progress("trajectories", total=int(samples.response_lengths.sum())) as bar:
+        for number, first in enumerate(shards):
             path = folder / f"{number:05d}.parquet"
             if not path.exists() and number % world_size == machine.rank():
                 raise_if_stopped(STOPPED)
+                shard = samples[first : first + SHARD]
                 orders = _orders(model, shard, block_size, batch_size)
                 table = pa.table({"sample_id": [s.id for s in shard], "order": [o.tolist() for o in orders]})
                 sink = pa.BufferOutputStream()
                 pq.write_table(table, sink)
                 write_atomic(path, sink.getvalue().to_pybytes())
-            bar.advance(sum(len(s.response) for s in shard))
+            bar.advance(int(samples.response_lengths[first : first + SHARD].sum()))
     while not all((folder / f"{number:05d}.parquet").exists() for number in range(len(shards))):
         raise_if_stopped(STOPPED)
         time.sleep(0.2)
     write_atomic(folder / "trajectories.json", json.dumps({"block_size": block_size, "samples": len(samples)}) + "\n")
 
 
-def load(folder: Path) -> dict[str, np.ndarray]:
-    """Return sample id → order of every recorded shard."""
-    orders = {}
-    for path in sorted(folder.glob("*.parquet")):
-        table = pq.read_table(path, partitioning=None).to_pydict()
-        orders |= {i: np.asarray(o, np.int64) for i, o in zip(table["sample_id"], table["order"])}
-    return orders
+def attach(samples: Samples, folder: Path, scratch: Path) -> Samples:
+    """Return the samples, each with the order that `folder` holds for it.
 
-
-def attach(samples: list[Sample], orders: dict[str, np.ndarray]) -> None:
-    """Give every sample its recorded order.
+    Args:
+        scratch: gets a file that maps the orders into memory.
 
     Raises:
         RunFailed: where one is missing or belongs to a response of another length.
     """
-    for sample in samples:
-        order = orders.get(sample.id)
-        if order is None or len(order) != len(sample.response):
-            found = "none" if order is None else f"{len(order)} positions"
-            raise RunFailed(
-                f"trajectory of sample {sample.id}: {found}, the response has {len(sample.response)}; "
-                "delete the stage's trajectories/ folder to record them anew"
-            )
-        sample.order = order
+    schema = pa.schema([("sample_id", pa.string()), ("order", pa.list_(pa.int64()))])
+    table = mapped(sorted(folder.glob("*.parquet")), schema, scratch / "trajectories.arrow")
+    found = table.num_rows
+    if found == len(samples):
+        fits = pc.and_(
+            pc.equal(table["sample_id"], samples.ids),
+            pc.equal(pc.list_value_length(table["order"]), pa.array(samples.response_lengths)),
+        ).to_numpy()
+        if fits.all():
+            return samples.ordered(lambda sample, place: table["order"][place].values.to_numpy())
+        place = int(np.argmin(fits))
+        sample, order = samples[place], table["order"][place]
+        same = table["sample_id"][place].as_py() == sample.id
+        wrong = f"trajectory of sample {sample.id}: {f'{len(order)} positions' if same else 'none'}, the response has {len(sample.response)}"
+    else:
+        wrong = f"trajectories of {found} samples, where there are {len(samples)}"
+    raise RunFailed(f"{wrong}; delete the stage's trajectories/ folder to record them anew")
 
 
 def _orders(model, samples: list[Sample], block_size: int, batch_size: int) -> list[np.ndarray]:

@@ -75,3 +75,13 @@ def save_tiny(folder: Path, kind: str = "llama", seed: int = 0, eos_ids: list[in
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def in_memory(samples: list) -> Any:
+    """Return training samples that lie on no disk as `Samples`."""
+    import numpy as np
+
+    from fewstep import records
+    from fewstep.distill.samples import Samples
+
+    return Samples(records.SCHEMA.empty_table(), np.zeros(0, np.int64), samples)

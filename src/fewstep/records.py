@@ -45,6 +45,28 @@ def write_shard(path: str | Path, rows: list[dict]) -> None:
     sync(path.parent)
 
 
+def shards(folder: str | Path) -> list[Path]:
+    """Return the shards of a targets folder (or of its shards/, or the one shard that `folder` is), by name."""
+    folder = Path(folder)
+    folder = folder / "shards" if (folder / "shards").is_dir() else folder
+    found = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
+    return [shard for shard in found if not shard.name.startswith(TEMPORARY)]
+
+
+def write_arrow(files: list[Path], schema: pa.Schema, path: Path) -> None:
+    """Write columns of Parquet files, one after the other, into one Arrow file whose rows can be mapped into memory.
+
+    A Parquet file at a time is in memory; the Arrow file is either whole or absent.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{path.name}"
+    with pa.OSFile(os.fspath(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for file in files:
+            table = pq.read_table(file, columns=schema.names, partitioning=None)
+            writer.write_table(table.cast(schema.remove_metadata()).replace_schema_metadata(schema.metadata))
+    os.replace(temporary, path)
+
+
 def read_rows(folder: str | Path, split: str | None = None, columns: list[str] | None = None) -> list[dict]:
     """Return the rows of a targets folder (or of its shards/, or of one shard), in the order of shard names and rows.
 
@@ -53,12 +75,8 @@ def read_rows(folder: str | Path, split: str | None = None, columns: list[str] |
         split: "train" or "held_out"; None: both.
         columns: read only these; None: all.
     """
-    folder = Path(folder)
-    folder = folder / "shards" if (folder / "shards").is_dir() else folder
     rows: list[dict] = []
-    for shard in [folder] if folder.is_file() else sorted(folder.glob("*.parquet")):
-        if shard.name.startswith(TEMPORARY):
-            continue
+    for shard in shards(folder):
         filters = None if split is None else [("split", "=", split)]
         # ParquetFile semantics on one file: no dataset discovery, so no partition columns are inferred.
         rows += pq.read_table(shard, columns=columns, filters=filters, partitioning=None).to_pylist()

@@ -7,21 +7,22 @@ import torch
 from fewstep import records
 from fewstep.distill import on_policy, train
 from fewstep.distill.config import AdaptConfig, OnPolicyConfig
-from fewstep.distill.examples import draw_example, read_samples, sample_of
+from fewstep.distill.examples import draw_example
+from fewstep.distill.samples import sample_of
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.students.layout import Example, build_batch
 from fewstep.teachers.generate import Generation, generate
 from fewstep.teachers.scoring import score
 from tests.distill.test_train import go as train_once
 from tests.distill.test_train import metrics, weights, world  # noqa: F401  (a fixture)
-from tests.tiny import tiny_model
+from tests.tiny import in_memory, tiny_model
 
 
 class Parrot:
     """A teacher that would always write its prompt's second token, once more than the student did; it counts its calls."""
 
     def __init__(self, place):
-        self.prompts = {s.id: s.prompt for s in read_samples(place / "targets", "train")}
+        self.prompts = {row["sample_id"]: row["prompt_ids"] for row in records.read_rows(place / "targets", "train")}
         self.asked: list[list[str]] = []
 
     def __call__(self, ids, responses):
@@ -113,7 +114,7 @@ def test_few_texts_are_repeated_to_their_share_with_masks_of_their_own(tmp_path)
                topk_logprobs=[[-0.1]] * 2, tail_mass=[0.1] * 2, text="", reference="", split="train")  # fmt: skip
     records.write_shard(tmp_path / "01.parquet", [row, {**row, "sample_id": "b/round1"}])
     targets = [sample_of({**row, "sample_id": f"t{i}"}) for i in range(9)]
-    pool, found = on_policy.mixed(targets, tmp_path / "01.parquet", share=0.25, seed=0)
+    pool, found = on_policy.mixed(in_memory(targets), tmp_path / "01.parquet", share=0.25, seed=0)
     ids = [s.id for s in pool[9:]]
     assert found == 2 and pool[:9] == targets and {i.rpartition("#")[0] for i in ids} == {"a/round1", "b/round1"}
     assert [i[-1] for i in ids] == ["0", "0", "1"] and all(s.on_policy for s in pool[9:])
@@ -127,7 +128,7 @@ def test_of_many_texts_those_left_out_are_not_the_long_ones(tmp_path):
     ]  # fmt: skip
     records.write_shard(tmp_path / "01.parquet", rows)
     targets = [sample_of({**rows[0], "sample_id": f"t{i}"}) for i in range(40)]
-    pool, _ = on_policy.mixed(targets, tmp_path / "01.parquet", share=0.25, seed=0)
+    pool, _ = on_policy.mixed(in_memory(targets), tmp_path / "01.parquet", share=0.25, seed=0)
     lengths = [len(s.prompt) for s in pool[40:]]
     assert len(lengths) == 13 and min(lengths) <= 10 and max(lengths) > 30
 

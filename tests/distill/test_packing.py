@@ -9,8 +9,9 @@ import torch
 from fewstep.distill import train
 from fewstep.distill.chain import chain
 from fewstep.distill.config import AdaptConfig, EngineConfig, LoraConfig, ObjectiveConfig
-from fewstep.distill.examples import Sample, draw_example
+from fewstep.distill.examples import draw_example
 from fewstep.distill.recipe import load_recipe
+from fewstep.distill.samples import Sample
 from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
 from fewstep.errors import Stopped
 from fewstep.students.config import StudentConfig

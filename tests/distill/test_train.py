@@ -14,7 +14,8 @@ from fewstep import records
 from fewstep.distill import train
 from fewstep.distill import trainee as trainee_module
 from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, LoraConfig, TrackConfig
-from fewstep.distill.examples import draw_example, read_samples
+from fewstep.distill.examples import draw_example
+from fewstep.distill.samples import open_samples
 from fewstep.distill.trainee import Trainee, load_objectives
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.students.config import StudentConfig
@@ -159,7 +160,7 @@ def test_stopped_and_resumed_equals_undisturbed_bit_for_bit(world, tmp_path, eng
 def test_damaged_newest_checkpoint_falls_back_to_the_one_before(world, tmp_path):
     go(world, tmp_path)
     state = tmp_path / "trainer_state"
-    assert sorted(p.name for p in state.iterdir()) == ["step-00000008", "step-00000012"]
+    assert sorted(p.name for p in state.glob("step-*")) == ["step-00000008", "step-00000012"]
     file = next((state / "step-00000012").glob("*.pt"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     before = weights(tmp_path)
@@ -307,7 +308,9 @@ def test_every_objective_and_state_at_once_and_deepspeed_equals_plain(world, tmp
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2), LoraConfig(rank=2, gated=True)], ids=["full", "lora", "gated"])  # fmt: skip
 @pytest.mark.parametrize("attention", ["block", "block_causal_inside", "bidirectional"])
-def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(world, monkeypatch, attention, lora):
+def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(
+    world, tmp_path, monkeypatch, attention, lora
+):
     if lora and lora.gated and attention == "bidirectional":
         pytest.skip("no such student")
     model, tokenizer = load_causal_lm(world / "teacher")
@@ -316,7 +319,7 @@ def test_guessed_positions_hold_the_guesses_and_later_states_their_own_masks(wor
     if lora:
         apply_lora(model, lora.rank, lora.alpha, lora.gated, mask)
     config = AdaptConfig(objectives={"ce": 1.0, "correction": 1.0, "consistency": 1.0}, guess=0.5)
-    samples = read_samples(world / "targets", "train")[:12]
+    samples = open_samples(world / "targets", "train", tmp_path)[:12]
     drawn = [draw_example(s, config, 4, tokenizer.eos_token_id, 0, 0, 0.0) for s in samples]
     batch = build_batch(drawn, mask, attention, 0.1)
     trainee = Trainee(model, attention, mask, load_objectives(config.objectives), config.objectives, True).eval()

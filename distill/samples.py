@@ -1,25 +1,118 @@
 """The training samples: targets on disk, read one at a time, so that memory does not grow with their number.
 
-The shards' columns that training reads are written once, uncompressed, into an Arrow file under `trainer_state/`,
-which is mapped into memory. What stays in memory is a handful of numbers a sample.
+The shards' columns that training reads are copied once into flat files under `trainer_state/`, one after the other
+without compression; a sample is a few reads at known places. In memory stay a handful of numbers a sample. (Mapping
+the files instead would count every page that was ever touched as the process's own.)
 """
 
+import json
 import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from fewstep import machine, records
-from fewstep.runstore import file_fingerprint
+from fewstep.machine import cores
+from fewstep.runstore import write_atomic
 from fewstep.signals import raise_if_stopped
 
-COLUMNS = ["sample_id", "prompt_ids", "response_ids", "finish_reason", "split"]
+KINDS = {"prompt_ids": np.int32, "response_ids": np.int32, "topk_ids": np.int32, "topk_logprobs": np.float32,
+         "tail_mass": np.float32, "sample_id": np.uint8, "order": np.int64}  # fmt: skip
 TOPK = ["topk_ids", "topk_logprobs", "tail_mass"]
+Order = Callable[["Sample", int], np.ndarray]  # (sample, its place) → the order in which it is unmasked
+
+
+class Flat:
+    """Columns of Parquet files as flat files: `row(column, i)` reads one row's values.
+
+    made_of: what the files were made of; another one writes them anew.
+    """
+
+    def __init__(self, folder: Path, columns: list[str]):
+        self._files = {name: os.open(folder / f"{name}.bin", os.O_RDONLY) for name in columns}
+        # a row's values stand between two of its column's bounds
+        self.bounds = {name: np.load(folder / f"{name}.bounds.npy") for name in columns}
+
+    def row(self, column: str, i: int) -> np.ndarray:
+        """Return [n], the values of row `i`."""
+        kind = np.dtype(KINDS[column])
+        first, last = self.bounds[column][i : i + 2].tolist()
+        return np.frombuffer(os.pread(self._files[column], (last - first) * kind.itemsize, first * kind.itemsize), kind)
+
+    def lengths(self, column: str) -> np.ndarray:
+        """Return [N] i64, how many values each row has."""
+        return np.diff(self.bounds[column])
+
+    def __del__(self):
+        for handle in self._files.values():
+            os.close(handle)
+
+
+def flat(files: list[Path], columns: list[str], folder: Path) -> Flat:
+    """Return columns of Parquet files as flat files in `folder`, written unless they are there.
+
+    Under a launcher the first rank writes them, and the others wait.
+    """
+    made_of = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [columns])
+    done = folder / "made_of.json"
+    if machine.rank() == 0 and not (done.is_file() and done.read_text() == made_of):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _write(files, columns, folder)
+        write_atomic(done, made_of)
+    while not (done.is_file() and done.read_text() == made_of):
+        raise_if_stopped("stopped before the first step; the same command goes on")
+        time.sleep(0.2)
+    return Flat(folder, columns)
+
+
+def _write(files: list[Path], columns: list[str], folder: Path) -> None:
+    bounds: dict[str, list[np.ndarray]] = {name: [np.zeros(1, np.int64)] for name in columns}
+    out = {name: open(folder / f"{name}.bin", "wb") for name in columns}
+    groups = ((file, i) for file in files for i in range(pq.read_metadata(file).num_row_groups))
+    threads = cores()
+    with ThreadPoolExecutor(threads) as pool:
+        reading: deque = deque()
+        for group in [*groups, *[None] * threads]:  # a few row groups are ahead of what is written, never all
+            if group is not None:
+                reading.append(pool.submit(_read_group, *group, columns))
+            if len(reading) > threads or (group is None and reading):
+                for name, (values, ends) in reading.popleft().result().items():
+                    out[name].write(values.data)
+                    bounds[name].append(ends + bounds[name][-1][-1])
+    for name in columns:
+        out[name].close()
+        np.save(folder / f"{name}.bounds.npy", np.concatenate(bounds[name]))
+
+
+def _read_group(file: Path, group: int, columns: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return column → its values, and where each row ends among them, of one row group."""
+    table = pq.ParquetFile(file).read_row_group(group, columns=columns, use_threads=False)
+    found = {name: _leaves(table[name].combine_chunks()) for name in columns}
+    return {name: (values.astype(KINDS[name], copy=False), ends) for name, (values, ends) in found.items()}
+
+
+def _leaves(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the innermost values of a column, and where each of its rows ends among them."""
+    if pa.types.is_string(column.type):
+        column = column.cast(pa.binary()).cast(pa.large_binary())
+        ends = np.cumsum(pc.binary_length(column).to_numpy())
+        return np.frombuffer(b"".join(column.to_pylist()), np.uint8), ends
+    ends = np.cumsum(pc.list_value_length(column).to_numpy())
+    values = column.flatten()
+    while pa.types.is_list(values.type):
+        inner = np.concatenate([[0], np.cumsum(pc.list_value_length(values).to_numpy())])
+        ends, values = inner[ends], values.flatten()
+    return values.to_numpy(), ends
 
 
 @dataclass
@@ -53,23 +146,22 @@ def sample_of(row: dict, on_policy: bool = False) -> Sample:
 
 
 class Samples(Sequence[Sample]):
-    """Rows of a mapped Arrow file, and a few samples beside them, as one sequence.
+    """Rows of flat files, and a few samples beside them, as one sequence.
 
     Args:
-        table: columns COLUMNS, and TOPK if they are to be read.
-        kept: [N] the rows that count, in order.
+        rows: columns of `records.SCHEMA`; None where all are beside them.
+        kept, finished: [N] the rows that count, in order, and whether each has its EOS.
         extra: samples that come after them.
-        order: (Sample, its place) → the order in which it is unmasked, or None where there is none.
     """
 
-    def __init__(self, table: pa.Table, kept: np.ndarray, extra: Sequence[Sample] = (), order=None):
-        self._table, self._kept, self._extra, self._order = table, kept, list(extra), order
+    def __init__(self, rows: Flat | None, kept: np.ndarray, finished: np.ndarray, extra: Iterable[Sample] = (), order: Order | None = None):  # fmt: skip
+        self._rows, self._kept, self._finished, self._extra, self._order = rows, kept, finished, list(extra), order
         self.prompt_lengths = self._lengths("prompt_ids", "prompt")
         self.response_lengths = self._lengths("response_ids", "response")
 
     def _lengths(self, column: str, attribute: str) -> np.ndarray:
-        rows = pc.list_value_length(self._table[column]).to_numpy()[self._kept]
-        return np.concatenate([rows, [len(getattr(s, attribute)) for s in self._extra]]).astype(np.int64)
+        read = np.zeros(0, np.int64) if self._rows is None else self._rows.lengths(column)[self._kept]
+        return np.concatenate([read, [len(getattr(s, attribute)) for s in self._extra]]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._extra)
@@ -82,81 +174,52 @@ class Samples(Sequence[Sample]):
         i %= len(self)
         if i >= len(self._kept):
             return self._extra[i - len(self._kept)]
-        row = int(self._kept[i])
-        prompt, response = self._array("prompt_ids", row), self._array("response_ids", row)
-        sample = Sample(
-            self._table["sample_id"][row].as_py(), prompt.astype(np.int64), response.astype(np.int64),
-            self._table["finish_reason"][row].as_py() == "stop", None, None, None,
-        )  # fmt: skip
-        if "topk_ids" in self._table.column_names:
-            ids = self._array("topk_ids", row)
-            if len(ids):
-                sample.topk_ids = ids.reshape(len(response), -1).astype(np.int64)
-                sample.topk_logprobs = self._array("topk_logprobs", row).reshape(len(response), -1)
-                sample.tail_mass = self._array("tail_mass", row)
+        sample = self._read(int(self._kept[i]), bool(self._finished[i]))
         if self._order is not None:
             sample.order = self._order(sample, i)
         return sample
 
-    def _array(self, column: str, row: int) -> np.ndarray:
-        values = self._table[column][row].values
-        while pa.types.is_list(values.type):
-            values = values.flatten()
-        return values.to_numpy()
+    def _read(self, row: int, finished: bool) -> Sample:
+        assert self._rows is not None
+        read = {name: self._rows.row(name, row) for name in self._rows.bounds}
+        prompt, response = (read[name].astype(np.int64) for name in ("prompt_ids", "response_ids"))
+        sample = Sample(read["sample_id"].tobytes().decode(), prompt, response, finished, None, None, None)
+        if len(read.get("topk_ids", ())):
+            sample.topk_ids = read["topk_ids"].reshape(len(response), -1).astype(np.int64)
+            sample.topk_logprobs = read["topk_logprobs"].reshape(len(response), -1)
+            sample.tail_mass = read["tail_mass"]
+        return sample
 
     def only(self, which: np.ndarray) -> "Samples":
-        """Return the samples at which `which` [N] bool holds; there must be none beside the table yet."""
+        """Return the samples at which `which` [N] bool holds; none may stand beside the files yet."""
         assert not self._extra and self._order is None
-        return Samples(self._table, self._kept[which])
+        return Samples(self._rows, self._kept[which], self._finished[which])
 
-    def ordered(self, order) -> "Samples":
-        """Return the same samples, each with what `order(sample, place)` returns as its order."""
-        return Samples(self._table, self._kept, self._extra, order)
+    def ordered(self, order: Order) -> "Samples":
+        """Return the same samples, each of the files' with an order."""
+        return Samples(self._rows, self._kept, self._finished, self._extra, order)
 
-    def beside(self, extra: Sequence[Sample]) -> "Samples":
+    def beside(self, extra: Iterable[Sample]) -> "Samples":
         """Return these samples with others after them."""
-        return Samples(self._table, self._kept, [*self._extra, *extra], self._order)
-
-    @property
-    def ids(self) -> pa.ChunkedArray:
-        """Return the ids of the table's samples."""
-        return self._table["sample_id"].take(self._kept)
+        return Samples(self._rows, self._kept, self._finished, [*self._extra, *extra], self._order)
 
 
 def open_samples(targets: Path, split: str, scratch: Path, topk: bool = True) -> Samples:
     """Return one split of a targets folder, rows without a response left out.
 
     Args:
-        scratch: gets the Arrow file.
+        scratch: gets the flat files.
         topk: whether the samples shall carry the teacher's distributions, as far as the targets have them.
     """
-    schema = pa.schema([records.SCHEMA.field(name) for name in COLUMNS + (TOPK if topk else [])])
-    table = mapped(records.shards(targets), schema, scratch / f"samples{'-topk' if topk else ''}.arrow")
-    in_split = pc.equal(table["split"], split).to_numpy()
-    answered = pc.list_value_length(table["response_ids"]).to_numpy() > 0
-    return Samples(table, np.flatnonzero(in_split & answered))
-
-
-def mapped(files: list[Path], schema: pa.Schema, path: Path) -> pa.Table:
-    """Return columns of Parquet files as a table that lies in `path` and is mapped, not read.
-
-    The file is written anew where another set of files stands behind it; under a launcher by the first rank.
-    """
-    made_of = repr([(file.name, file_fingerprint(file)) for file in files]).encode()
-    if machine.rank() == 0 and _made_of(path) != made_of:
-        records.write_arrow(files, schema.with_metadata({b"made_of": made_of}), path)
-    while _made_of(path) != made_of:
-        raise_if_stopped("stopped before the first step; the same command goes on")
-        time.sleep(0.2)
-    with pa.memory_map(os.fspath(path)) as file:
-        return pa.ipc.open_file(file).read_all()
-
-
-def _made_of(path: Path) -> bytes | None:
-    if not path.is_file():
-        return None
-    with pa.memory_map(os.fspath(path)) as file:
-        return (pa.ipc.open_file(file).schema.metadata or {}).get(b"made_of")
+    shards = records.shards(targets)
+    rows = flat(shards, ["sample_id", "prompt_ids", "response_ids"] + (TOPK if topk else []), scratch / "samples")
+    facts = [pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None) for shard in shards]
+    in_split, stopped = (
+        np.concatenate([pc.equal(table[name], value).to_numpy() for table in facts])
+        for name, value in (("split", split), ("finish_reason", "stop"))
+    )
+    kept = np.flatnonzero(in_split & (rows.lengths("response_ids") > 0))
+    return Samples(rows, kept, stopped[kept])
 
 
 def renamed(sample: Sample, copy: int) -> Sample:

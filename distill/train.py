@@ -216,8 +216,8 @@ def run(
             _write_student(model, tokenizer, folder, adapter, engine)
     worker.barrier()
     if is_main:
-        for mapped in state_folder.glob("*.arrow"):
-            mapped.unlink()
+        for copied in ("samples", "orders"):
+            shutil.rmtree(state_folder / copied, ignore_errors=True)
     if tracker:
         tracker.close()
     return {

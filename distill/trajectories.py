@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
 from fewstep import machine
-from fewstep.distill.samples import Sample, Samples, mapped
+from fewstep.distill.samples import Sample, Samples, flat
 from fewstep.errors import RunFailed
 from fewstep.progress import progress
 from fewstep.runstore import write_atomic
@@ -23,6 +22,7 @@ from fewstep.signals import raise_if_stopped
 from fewstep.students.decoding.forward import Forward
 
 SHARD = 128  # samples
+ANEW = "delete the stage's trajectories/ folder to record them anew"
 STOPPED = "trajectories: stopped; finished shards are kept, the same command goes on"
 
 
@@ -82,28 +82,28 @@ def attach(samples: Samples, folder: Path, scratch: Path) -> Samples:
     """Return the samples, each with the order that `folder` holds for it.
 
     Args:
-        scratch: gets a file that maps the orders into memory.
+        scratch: gets the orders as flat files.
 
     Raises:
         RunFailed: where one is missing or belongs to a response of another length.
     """
-    schema = pa.schema([("sample_id", pa.string()), ("order", pa.list_(pa.int64()))])
-    table = mapped(sorted(folder.glob("*.parquet")), schema, scratch / "trajectories.arrow")
-    found = table.num_rows
-    if found == len(samples):
-        fits = pc.and_(
-            pc.equal(table["sample_id"], samples.ids),
-            pc.equal(pc.list_value_length(table["order"]), pa.array(samples.response_lengths)),
-        ).to_numpy()
-        if fits.all():
-            return samples.ordered(lambda sample, place: table["order"][place].values.to_numpy())
-        place = int(np.argmin(fits))
-        sample, order = samples[place], table["order"][place]
-        same = table["sample_id"][place].as_py() == sample.id
-        wrong = f"trajectory of sample {sample.id}: {f'{len(order)} positions' if same else 'none'}, the response has {len(sample.response)}"
-    else:
-        wrong = f"trajectories of {found} samples, where there are {len(samples)}"
-    raise RunFailed(f"{wrong}; delete the stage's trajectories/ folder to record them anew")
+    orders = flat(sorted(folder.glob("*.parquet")), ["sample_id", "order"], scratch / "orders")
+    lengths = orders.lengths("order")
+    if len(lengths) != len(samples):
+        raise RunFailed(f"trajectories of {len(lengths)} samples, where there are {len(samples)}; {ANEW}")
+
+    def of(sample: Sample, place: int) -> np.ndarray:
+        recorded = orders.row("sample_id", place).tobytes().decode()
+        if recorded != sample.id or lengths[place] != len(sample.response):
+            found = f"{lengths[place]} positions" if recorded == sample.id else f"that of {recorded} in its place"
+            raise RunFailed(
+                f"trajectory of sample {sample.id}: {found}, the response has {len(sample.response)}; {ANEW}"
+            )
+        return orders.row("order", place)
+
+    for place in np.flatnonzero(lengths != samples.response_lengths)[:1]:
+        of(samples[place], int(place))
+    return samples.ordered(of)
 
 
 def _orders(model, samples: list[Sample], block_size: int, batch_size: int) -> list[np.ndarray]:

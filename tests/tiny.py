@@ -81,7 +81,7 @@ def in_memory(samples: list) -> Any:
     """Return training samples that lie on no disk as `Samples`."""
     import numpy as np
 
-    from fewstep import records
     from fewstep.distill.samples import Samples
 
-    return Samples(records.SCHEMA.empty_table(), np.zeros(0, np.int64), samples)
+    nothing = np.zeros(0, np.int64)
+    return Samples(None, nothing, nothing, samples)

@@ -53,20 +53,6 @@ def shards(folder: str | Path) -> list[Path]:
     return [shard for shard in found if not shard.name.startswith(TEMPORARY)]
 
 
-def write_arrow(files: list[Path], schema: pa.Schema, path: Path) -> None:
-    """Write columns of Parquet files, one after the other, into one Arrow file whose rows can be mapped into memory.
-
-    A Parquet file at a time is in memory; the Arrow file is either whole or absent.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{path.name}"
-    with pa.OSFile(os.fspath(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for file in files:
-            table = pq.read_table(file, columns=schema.names, partitioning=None)
-            writer.write_table(table.cast(schema.remove_metadata()).replace_schema_metadata(schema.metadata))
-    os.replace(temporary, path)
-
-
 def read_rows(folder: str | Path, split: str | None = None, columns: list[str] | None = None) -> list[dict]:
     """Return the rows of a targets folder (or of its shards/, or of one shard), in the order of shard names and rows.
 

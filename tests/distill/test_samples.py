@@ -1,4 +1,4 @@
-"""Samples that are mapped from disk equal the shards' rows, whatever is read of them, and are written anew when those change."""
+"""Samples that are read one by one equal the shards' rows, whatever is read of them, and are written anew when those change."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("topk", [0, 2])
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_mapped_samples_equal_the_rows_of_the_shards(tmp_path, topk, split):
+def test_samples_equal_the_rows_of_the_shards(tmp_path, topk, split):
     rows = written(tmp_path / "targets", topk)
     found = open_samples(tmp_path / "targets", split, tmp_path / "scratch")
     wanted = [sample_of(r) for r in rows if r["split"] == split and r["response_ids"]]
@@ -45,7 +45,6 @@ def test_mapped_samples_equal_the_rows_of_the_shards(tmp_path, topk, split):
     assert found.response_lengths.tolist() == [len(s.response) for s in wanted]
     assert found.prompt_lengths.tolist() == [len(s.prompt) for s in wanted]
     assert [s.id for s in found[2:5]] == [s.id for s in wanted[2:5]] and found[-1].id == wanted[-1].id
-    assert found.ids.to_pylist() == [s.id for s in wanted]
     bare = open_samples(tmp_path / "targets", split, tmp_path / "scratch", topk=False)
     assert [s.id for s in bare] == [s.id for s in wanted] and all(s.topk_ids is None for s in bare)
 
@@ -67,14 +66,24 @@ def test_what_is_left_out_ordered_or_added_keeps_its_place(tmp_path):
     assert [s.id for s in in_memory([extra])] == ["s5#1"]
 
 
-def test_the_mapped_file_is_written_once_and_anew_when_a_shard_changes(tmp_path, monkeypatch):
+def test_the_flat_files_are_written_once_and_anew_when_a_shard_changes(tmp_path, monkeypatch):
     rows = written(tmp_path / "targets")
     wrote = []
-    write = records.write_arrow
-    monkeypatch.setattr(records, "write_arrow", lambda *a: (wrote.append(a[2].name), write(*a)))
-    for _ in range(2):
-        open_samples(tmp_path / "targets", "train", tmp_path / "scratch")
-    assert wrote == ["samples-topk.arrow"]
+    write = samples_module._write
+    monkeypatch.setattr(samples_module, "_write", lambda *a: (wrote.append(a[1]), write(*a)))
+    for split in ("train", "held_out"):
+        open_samples(tmp_path / "targets", split, tmp_path / "scratch")
+    assert len(wrote) == 1
     records.write_shard(tmp_path / "targets" / "shards" / "00000.parquet", [row(77, 5, 2), *rows[:14]])
     assert open_samples(tmp_path / "targets", "train", tmp_path / "scratch")[0].id == "s77" and len(wrote) == 2
-    assert samples_module._made_of(tmp_path / "nowhere") is None
+
+
+def test_half_written_flat_files_are_written_anew(tmp_path, monkeypatch):
+    written(tmp_path / "targets")
+    whole = [s.id for s in open_samples(tmp_path / "targets", "train", tmp_path / "whole")]
+    monkeypatch.setattr(samples_module, "write_atomic", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        open_samples(tmp_path / "targets", "train", tmp_path / "scratch")
+    monkeypatch.undo()
+    (tmp_path / "scratch" / "samples" / "prompt_ids.bin").write_bytes(b"half")
+    assert [s.id for s in open_samples(tmp_path / "targets", "train", tmp_path / "scratch")] == whole

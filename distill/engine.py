@@ -6,8 +6,10 @@ Both offer the same few verbs, so the training loop does not know which one it h
 
 import atexit
 import os
+import shutil
 import socket
-from contextlib import contextmanager, nullcontext
+import sys
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -16,17 +18,49 @@ from fewstep.distill.config import EngineConfig
 from fewstep.errors import RunFailed, UserError
 
 
-def build_engine(config: EngineConfig, module: torch.nn.Module, optimizer, accumulation: int, max_grad_norm: float):
+def build_engine(
+    config: EngineConfig,
+    module: torch.nn.Module,
+    optimizer,
+    accumulation: int,
+    max_grad_norm: float,
+    written_by: dict | None = None,
+):
     """Return a PlainEngine or a DeepSpeedEngine around `module`.
 
     Args:
         optimizer: a torch optimizer over the trainable parameters.
         accumulation: micro-batches of a rank in one step.
         max_grad_norm: gradients are clipped to this global L2 norm.
+        written_by: `layout()` of the checkpoint that will be loaded, if one will.
+
+    Raises:
+        UserError: that checkpoint cannot be read by this engine.
     """
+    here = layout(config)
+    if written_by and any(written_by[key] != here[key] for key in ("engine", "zero_stage")):
+        raise UserError(
+            f"engine: {_described(here)}, but this stage's checkpoint was written by {_described(written_by)}; set "
+            "engine.name and engine.zero_stage back, or run from a new --runs folder"
+        )
     if config.name == "plain":
         return PlainEngine(module, optimizer, max_grad_norm)
-    return DeepSpeedEngine(config, module, optimizer, accumulation, max_grad_norm)
+    resharded = bool(written_by) and written_by["world_size"] != here["world_size"]
+    return DeepSpeedEngine(config, module, optimizer, accumulation, max_grad_norm, resharded)
+
+
+def layout(config: EngineConfig) -> dict:
+    """Return what decides how a checkpoint is cut into files."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return {
+        "engine": config.name,
+        "zero_stage": None if config.name == "plain" else config.zero_stage,
+        "world_size": world_size,
+    }
+
+
+def _described(cut: dict) -> str:
+    return cut["engine"] if cut["zero_stage"] is None else f"{cut['engine']} with zero_stage {cut['zero_stage']}"
 
 
 def training_dtype(precision: str) -> torch.dtype:
@@ -124,8 +158,12 @@ class PlainEngine:
 class DeepSpeedEngine:
     """DeepSpeed ZeRO 0-3 through Accelerate, on one or many processes, on a GPU or a CPU."""
 
-    def __init__(self, config: EngineConfig, module, optimizer, accumulation: int, max_grad_norm: float):
+    def __init__(
+        self, config: EngineConfig, module, optimizer, accumulation: int, max_grad_norm: float, resharded: bool
+    ):
         self.zero_stage = config.zero_stage
+        # without ZeRO every rank's state is whole, and any number of them reads it
+        self.resharded = resharded and config.zero_stage > 0
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -143,6 +181,7 @@ class DeepSpeedEngine:
                 "zero_force_ds_cpu_optimizer": False,
                 "bf16": {"enabled": bf16},
                 "steps_per_print": 10**9,
+                "checkpoint": {"load_universal": self.resharded},
             }
         )
         handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
@@ -209,7 +248,13 @@ class DeepSpeedEngine:
         self.engine.save_checkpoint(str(folder), tag="state", exclude_frozen_parameters=True)
 
     def load(self, folder: Path) -> None:
-        path, _ = self.engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+        tag = "state"
+        if self.resharded:
+            tag = "universal"
+            if self.rank == 0:
+                to_universal(folder / "state", folder / tag)
+            self.barrier()
+        path, _ = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=False)
         if path is None:
             raise RunFailed(
                 f"checkpoint {folder}: DeepSpeed could not load it; delete the folder to start the stage anew"
@@ -224,6 +269,21 @@ class DeepSpeedEngine:
 
         with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
             yield
+
+
+def to_universal(state: Path, out: Path) -> None:
+    """Write a ZeRO checkpoint in DeepSpeed's form that any number of ranks can read."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(out, ignore_errors=True)
+    asked = ["--input_folder", str(state), "--output_folder", str(out), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]  # fmt: skip
+    given = sys.argv
+    try:
+        sys.argv = ["ds_to_universal", *asked]
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+    finally:
+        sys.argv = given
 
 
 @atexit.register

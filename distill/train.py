@@ -13,7 +13,7 @@ import torch
 
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
-from fewstep.distill.engine import build_engine, prepare_environment, training_dtype
+from fewstep.distill.engine import build_engine, layout, prepare_environment, training_dtype
 from fewstep.distill.examples import StepPlan, curriculum_block_size, draw_example, micro_batches
 from fewstep.distill.objectives.rows import masked
 from fewstep.distill.samples import Sample, Samples, open_samples
@@ -95,10 +95,11 @@ def run(
     optimizer = torch.optim.AdamW(
         trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
-    worker = build_engine(engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm)
+    found, first_step = checkpoints.latest(state_folder), 0
+    worker = build_engine(
+        engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm, found and found[1].get("layout")
+    )  # fmt: skip
     is_main = worker.rank == 0
-    found = checkpoints.latest(state_folder)
-    first_step = 0
     if found:
         worker.load(found[0])
         first_step = found[1]["step"]
@@ -128,7 +129,7 @@ def run(
         return batch.to(worker.device)
 
     def save_state(step: int) -> None:
-        state = {"step": step, "stage": stage}
+        state = {"step": step, "stage": stage, "layout": layout(engine)}
         checkpoints.save(state_folder, step, worker.save, state, config.save_total_limit, is_main, worker.barrier)
 
     def next_round(number: int, step: int, begin: int) -> tuple[Samples, int]:

@@ -17,7 +17,7 @@ OBJECTIVE_SETTINGS = {
     "kd": {"temperature", "divergence"},
 }
 
-TRAINING_VERSION = 4  # raised when the same recipe would now train another student
+TRAINING_VERSION = 5  # raised when the same recipe would now train another student
 PUBLISH_VERSION = 1  # raised when a repository would now hold other files
 
 Float = Annotated[float, BeforeValidator(lambda v: float(v) if isinstance(v, str) else v)]
@@ -94,8 +94,14 @@ class TrainingConfig(Config):
     learning_rate: Float = Field(1e-4, gt=0.0)
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: Share = 0.03
-    weight_decay: Float = Field(0.0, ge=0.0)
+    weight_decay: Float = Field(0.0, ge=0.0, description="of matrices; norms and biases never decay")
     max_grad_norm: Float = Field(1.0, gt=0.0)
+    ema: Float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="decay of an exponential mean of the weights, which becomes the student: 0.999 looks back about 1,000 steps; 0: the last weights do",
+    )
     objectives: dict[str, Objective] = Field(
         description="objective name → weight, or {weight, from, to, over, temperature, divergence}"
     )
@@ -287,9 +293,24 @@ class EngineConfig(Config):
         "padded",
         description="padded: one sample a row, those of a step of like length; packed: samples stand side by side in rows of up to batch_tokens ÷ (ranks × gradient_accumulation_steps) positions and never see each other, so nothing is padding, but mask and attention grow with the square of a row",
     )
+    activation_checkpointing: bool = Field(
+        False,
+        description="keep each layer's input alone and compute the rest again in the backward pass: less memory, about a third more time, the same gradients",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what DeepSpeed keeps in the host's memory: with zero_stage 1 or above the optimizer's state, with 3 the weights too (all)",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads; bit-exact repeats need the same count. Default: all cores"
     )
+
+    @model_validator(mode="after")
+    def _can_offload(self):
+        least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.offload != "none" and (self.name == "plain" or self.zero_stage < least):
+            raise ValueError(f"offload: {self.offload} needs name: deepspeed and zero_stage: {least} or above")
+        return self
 
 
 class WandbConfig(Config):

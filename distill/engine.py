@@ -176,7 +176,7 @@ class DeepSpeedEngine:
                 "train_micro_batch_size_per_gpu": 1,  # we build the micro-batches; DeepSpeed only counts them
                 "gradient_accumulation_steps": accumulation,
                 "gradient_clipping": max_grad_norm,
-                "zero_optimization": {"stage": config.zero_stage},
+                "zero_optimization": _zero(config),
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
                 "bf16": {"enabled": bf16},
@@ -269,6 +269,14 @@ class DeepSpeedEngine:
 
         with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
             yield
+
+
+def _zero(config: EngineConfig) -> dict:
+    """Return DeepSpeed's section on ZeRO."""
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    optimizer = {} if config.offload == "none" else {"offload_optimizer": host}
+    weights = {} if config.offload != "all" else {"offload_param": host}
+    return {"stage": config.zero_stage, **optimizer, **weights}
 
 
 def to_universal(state: Path, out: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
+from fewstep.distill.ema import Ema
 from fewstep.distill.engine import build_engine, layout, prepare_environment, training_dtype
 from fewstep.distill.examples import StepPlan, curriculum_block_size, draw_example, micro_batches
 from fewstep.distill.objectives.rows import masked
+from fewstep.distill.recompute import checkpoint_activations
 from fewstep.distill.samples import Sample, Samples, open_samples
 from fewstep.distill.tracking import Tracker
 from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
@@ -91,10 +93,10 @@ def run(
     trainee = Trainee(
         model, facts["attention"], facts["mask_token_id"], objectives, config.objectives, config.guess > 0
     ).eval()
+    if engine.activation_checkpointing:
+        checkpoint_activations(model)
     trained = [p for p in trainee.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(_groups(trained, config), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     found, first_step = checkpoints.latest(state_folder), 0
     worker = build_engine(
         engine, trainee, optimizer, config.gradient_accumulation_steps, config.max_grad_norm, found and found[1].get("layout")
@@ -103,6 +105,10 @@ def run(
     if found:
         worker.load(found[0])
         first_step = found[1]["step"]
+    named = {name: p for name, p in worker.module.named_parameters() if p.requires_grad}
+    ema = Ema(named, config.ema) if config.ema else None
+    if found and ema:
+        ema.load(found[0])
     tracker = Tracker(
         folder, first_step, track, {"name": f"{run_name}-{stage}", "group": run_name, "job_type": stage, "config": config.model_dump(mode="json")}
     ) if is_main else None  # fmt: skip
@@ -130,7 +136,13 @@ def run(
 
     def save_state(step: int) -> None:
         state = {"step": step, "stage": stage, "layout": layout(engine)}
-        checkpoints.save(state_folder, step, worker.save, state, config.save_total_limit, is_main, worker.barrier)
+
+        def write(into: Path) -> None:
+            worker.save(into)
+            if ema:
+                ema.save(into, worker.rank)
+
+        checkpoints.save(state_folder, step, write, state, config.save_total_limit, is_main, worker.barrier)
 
     def next_round(number: int, step: int, begin: int) -> tuple[Samples, int]:
         path = on_policy.round_file(folder, number)
@@ -190,6 +202,8 @@ def run(
                 raise RunFailed(_not_finite(stage, step, grad_norm, state_folder, "gradient norm"))
 
             done = step + 1
+            if ema:
+                ema.update(done)
             positions = sum(int(batch.valid.sum()) for batch in batches)
             means = {n: s / t if t else 0.0 for n, s, t in zip(objectives, reduced[1:], totals)}
             if done % config.logging_steps == 0 or done == config.max_steps or done == 1:
@@ -212,6 +226,8 @@ def run(
                 raise Stopped(
                     signum, f"{stage}: stopped after step {done}; its state is saved, the same command goes on"
                 )
+    if ema:
+        ema.give()
     with worker.whole_weights():
         if is_main:
             _write_student(model, tokenizer, folder, adapter, engine)
@@ -232,6 +248,15 @@ def run(
         "world_size": worker.world_size,
         "resumed_from": first_step,
     }
+
+
+def _groups(trained: list[torch.nn.Parameter], config: TrainingConfig) -> list[dict]:
+    """Return the optimizer's parameter groups: matrices decay, where anything does, norms and biases do not."""
+    if not config.weight_decay:
+        return [{"params": trained, "weight_decay": 0.0}]
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def schedule(step: int, config: TrainingConfig) -> float:

@@ -30,7 +30,7 @@ def adapt(world: Path, folder: Path, zero_stage: int, accumulation: int, stop_af
     folder.mkdir(parents=True, exist_ok=True)
     config = AdaptConfig(
         max_steps=STEPS, batch_tokens=300, learning_rate=3e-3, save_steps=3, eval_steps=6, logging_steps=1,
-        gradient_accumulation_steps=accumulation, objectives=ALL, guess=0.5,
+        gradient_accumulation_steps=accumulation, objectives=ALL, guess=0.5, ema=0.8,
     )  # fmt: skip
     asked = iter([None] * (stop_after - 1) + [15])
     with pytest.MonkeyPatch.context() as patched, nullcontext() if stop_after == STEPS else pytest.raises(Stopped):
@@ -84,7 +84,10 @@ def test_two_ranks_equal_one_with_two_micro_batches(world, alone, tmp_path, zero
     assert apart(alone(zero_stage), tmp_path / "two") <= 1e-5  # sums in another order, as between engines
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3])
 def test_what_two_ranks_began_one_ends_and_the_reverse(world, alone, tmp_path, zero_stage):  # noqa: F811
     on_two_ranks(world, tmp_path / "two", zero_stage, stop_after=3)
     adapt(world, tmp_path / "two", zero_stage, accumulation=2)

@@ -14,6 +14,7 @@ from fewstep import records
 from fewstep.distill import train
 from fewstep.distill import trainee as trainee_module
 from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, LoraConfig, TrackConfig
+from fewstep.distill.ema import Ema
 from fewstep.distill.examples import draw_example
 from fewstep.distill.samples import open_samples
 from fewstep.distill.trainee import Trainee, load_objectives
@@ -128,6 +129,51 @@ def test_deepspeed_equals_plain(world, tmp_path, stage):
     assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-5
 
 
+@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, "all")])
+def test_offloaded_state_and_recomputed_activations_change_nothing(world, tmp_path, stage, offload):
+    keys = {"ema": 0.7, "weight_decay": 0.1}
+    go(world, tmp_path / "plain", **keys)
+    engine = EngineConfig(zero_stage=stage, offload=offload, activation_checkpointing=True)
+    go(world, tmp_path / "ds", engine=engine, **keys)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "ds")
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) <= 1e-5
+    go(world, tmp_path / "again", engine=EngineConfig(name="plain", activation_checkpointing=True), **keys)
+    c = weights(tmp_path / "again")
+    assert all(torch.equal(a[k], c[k]) for k in a)  # a CPU computes the same thing twice
+
+
+def test_the_student_is_the_mean_of_the_weights_where_one_is_asked_for(world, tmp_path):
+    seen = []
+
+    class Watched(Ema):
+        def update(self, step):
+            super().update(step)
+            seen.append({n: p.detach().clone() for n, p in self.parameters.items()})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train, "Ema", Watched)
+        go(world, tmp_path / "mean", ema=0.9)
+    go(world, tmp_path / "last")
+    last, student = weights(tmp_path / "last"), weights(tmp_path / "mean")
+    start = load_file(world / "teacher" / "model.safetensors")
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+        mean = start[name].double()
+        for step, now in enumerate(seen, 1):
+            d = min(0.9, (1 + step) / (10 + step))
+            mean = d * mean + (1 - d) * now[f"model.{name}"].double()
+        assert torch.equal(seen[-1][f"model.{name}"], last[name])  # it does not touch the training
+        assert float((student[name] - mean).abs().max()) < 1e-6 < float((student[name] - last[name]).abs().max())
+
+
+def test_norms_and_biases_never_decay(world, tmp_path):
+    go(world, tmp_path / "none", objectives={"ce": 1e-12}, max_grad_norm=1e-9, learning_rate=1e-2)
+    go(world, tmp_path / "some", objectives={"ce": 1e-12}, max_grad_norm=1e-9, learning_rate=1e-2, weight_decay=2.0)
+    a, b = weights(tmp_path / "none"), weights(tmp_path / "some")
+    for name in a:
+        shrunk = float(b[name].norm() / a[name].norm())
+        assert (shrunk < 0.95) if a[name].ndim > 1 else shrunk == pytest.approx(1.0, abs=1e-3), (name, shrunk)
+
+
 def test_accumulation_does_not_change_the_result(world, tmp_path):
     go(world, tmp_path / "one")
     go(world, tmp_path / "three", gradient_accumulation_steps=3)
@@ -141,16 +187,16 @@ def test_accumulation_does_not_change_the_result(world, tmp_path):
 @pytest.mark.parametrize("engine", ["plain", "deepspeed"])
 def test_stopped_and_resumed_equals_undisturbed_bit_for_bit(world, tmp_path, engine, monkeypatch):
     engine = EngineConfig(name=engine)
-    go(world, tmp_path / "whole", engine=engine)
+    go(world, tmp_path / "whole", engine=engine, ema=0.8)
     asked = iter([None] * 5 + [15])
     monkeypatch.setattr(train, "stop_requested", lambda: next(asked, None))
     with pytest.raises(Stopped, match="step 6"):
-        go(world, tmp_path / "cut", engine=engine)
+        go(world, tmp_path / "cut", engine=engine, ema=0.8)
     monkeypatch.undo()
     assert not (tmp_path / "cut" / "student").exists()
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')  # what a kill after the checkpoint may leave
-    summary = go(world, tmp_path / "cut", engine=engine)
+    summary = go(world, tmp_path / "cut", engine=engine, ema=0.8)
     assert summary["resumed_from"] == 6
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(a[k], b[k]) for k in a)

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ DRAW = {"train": 7, "eval": 8}  # seeds of the draw of a task's training and eva
 SEEDS = (0, 1, 2)
 
 CE, CERTAINTY = "ce: 1.0, ar: 1.0", "certainty: {from: 0, to: 0.5, over: 0.5, temperature: 0.5}"
-CURVE = "{name: threshold, threshold: [0.5, 0.8, 0.95]}"
+CURVE = "{name: threshold, threshold: [0.5, 0.8, 0.95], leading: 1}"
 
 
 def objectives(*parts: str) -> str:
@@ -43,10 +42,11 @@ def objectives(*parts: str) -> str:
     return f"distill.objectives={{{', '.join(parts)}}}"
 
 
-ALONE = ["distill.order=noise", "distill.suffix=0.25"]
+ALONE = ["distill.order=noise"]
 UNDISTILLED = ["distill=null"]
 LONGER = ["adapt.max_steps=1500", *UNDISTILLED]  # as many optimizer steps as adaptation and distillation together
-GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER]
+MASKS = ["adapt.noise=[0.3, 1.0]", "adapt.noise_end=[0.8, 1.0]", "adapt.suffix=0.3"]  # those of distillation
+GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER, *MASKS]
 
 # Where a system runs: on all tasks with all seeds, on all tasks with one seed, on two tasks with one seed.
 ALL, ONCE, SOME = "all tasks and seeds", "all tasks, one seed", "two tasks, one seed"
@@ -55,9 +55,11 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
     # the recommended recipe; its evaluation has the AR teacher and the undistilled student too
     "recommended": ([], ALL),
     # all of the optimizer steps are adaptation
-    "undistilled, longer": (LONGER, ALL),
+    "undistilled, longer": (LONGER, ONCE),
+    # … with the masks that distillation draws
+    "distilled from the start": ([*LONGER, *MASKS], ONCE),
     # the AR model tuned on the same targets, and nothing else
-    "AR tuned": (["adapt.objectives={ar: 1.0}", "adapt.noise_end=null", *UNDISTILLED, "eval.samplers=[{name: fixed, steps: 16}]"], ONCE),
+    "AR tuned": (["adapt.objectives={ar: 1.0}", *LONGER, "eval.samplers=[{name: fixed, steps: 16}]"], ONCE),
     # the teacher untouched: adapters on noisy positions alone
     "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}"], ONCE),
     # each objective alone beside ce and ar, masks at random
@@ -79,7 +81,7 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
     "recommended − order": (["distill.order=noise"], SOME),
     "recommended − suffix masks": (["distill.suffix=0"], SOME),
     "recommended − curriculum": (["distill.noise_end=null"], SOME),
-    # other adaptations, undistilled: adapters for 1,500 steps, beside `undistilled, longer`; the others for 1,200
+    # other adaptations, undistilled: adapters for 1,500 steps, beside `undistilled, longer`; the others for 600
     "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *LONGER], SOME),
     "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}"], SOME),
     "gated LoRA, rank 128": ([*GATED, "adapt.lora={rank: 128, gated: true}"], SOME),
@@ -115,8 +117,8 @@ class Job:
         given = [f"seed={self.seed}", *fewer, *own, f"name={self.name(quick)}"]
         if not quick:
             return given
-        halved = [f"adapt.max_steps={750 if LONGER[0] in own else 600}", "eval.tasks.0.limit=300"]
-        return given + halved + ([] if UNDISTILLED[0] in own else ["distill.max_steps=150"])
+        halved = [f"adapt.max_steps={750 if LONGER[0] in own else 300}", "eval.tasks.0.limit=300"]
+        return given + halved + ([] if UNDISTILLED[0] in own else ["distill.max_steps=450"])
 
     def name(self, quick: bool) -> str:
         """Return the name under which the runs folder lists the job's stages."""
@@ -148,27 +150,30 @@ def make(name: str) -> None:
         task.before()
     sample = [rows(task, split, 50, seed=9) for split in ("train", "eval")]
     wanted = [(task.train, DRAW["train"]), (task.evaluation, DRAW["eval"])]
-    key = hashlib.sha256(
-        json.dumps([TEACHER_VERSION, sample, task.teacher, *wanted], sort_keys=True).encode()
-    ).hexdigest()
-    made = folder / "made.json"
-    if made.is_file() and json.loads(made.read_text())["key"] == key:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for split, (count, seed) in zip(("train", "eval"), wanted):
-        kept = [
-            {"id": f"{split}-{i}", "instruction": row["instruction"], "reference": row["reference"]}
-            for i, row in enumerate(rows(task, split, count, seed))
-        ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
-    settings = [f"--{k.replace('_', '-')}={v}" for k, v in task.teacher.items()]
-    subprocess.run(
-        [sys.executable, str(HERE / "train_teacher.py"), "--task", name, "--out", str(folder / "teacher"),
-         "--results", str(folder / "teacher.json"), "--eval-rows", "500", *settings],
-        check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    made.write_text(json.dumps({"key": key}))
+    keys = {"prompts": _key(sample, wanted), "teacher": _key(TEACHER_VERSION, sample, task.teacher)}
+    noted = folder / "made.json"
+    made = json.loads(noted.read_text()) if noted.is_file() else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    if made.get("prompts") != keys["prompts"]:
+        for split, (count, seed) in zip(("train", "eval"), wanted):
+            kept = [
+                {"id": f"{split}-{i}", "instruction": row["instruction"], "reference": row["reference"]}
+                for i, row in enumerate(rows(task, split, count, seed))
+            ]
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    if made.get("teacher") != keys["teacher"]:
+        noted.unlink(missing_ok=True)
+        settings = [f"--{k.replace('_', '-')}={v}" for k, v in task.teacher.items()]
+        subprocess.run(
+            [sys.executable, str(HERE / "train_teacher.py"), "--task", name, "--out", str(folder / "teacher"),
+             "--results", str(folder / "teacher.json"), "--eval-rows", "500", *settings],
+            check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    noted.write_text(json.dumps(keys))
+
+
+def _key(*parts) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def made(name: str) -> bool:

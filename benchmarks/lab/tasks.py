@@ -168,10 +168,10 @@ TASKS = {
     task.name: task
     for task in (
         Task("booking", _booking, 72),
-        Task("sort", _split(sort), 48, teacher={"steps": 1800}),
-        Task("filter", _split(filtering), 48, teacher={"steps": 1800}),
-        Task("base", _split(base), 64, teacher={"steps": 1800}),
-        Task("bits", _split(bits), 80, teacher={"steps": 500}),
+        Task("sort", _split(sort), 48, train=12_000, teacher={"steps": 1800}),
+        Task("filter", _split(filtering), 48, train=12_000, teacher={"steps": 1800}),
+        Task("base", _split(base), 64, train=12_000, teacher={"steps": 1800}),
+        Task("bits", _split(bits), 80, train=7000, teacher={"steps": 500}),
         Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),
         Task(
             "stories",

@@ -1,0 +1,89 @@
+"""How much memory one rank needs, part by part; without weights and without torch.
+
+P parameters, T trained ones, N ranks. What a byte count per parameter stands for:
+
+| | 16-bit (GPU) | 32-bit (CPU) |
+|---|---|---|
+| weights | 2 | 4 |
+| gradients | 2, and 4 for the optimizer's | 4, under ZeRO as much again for the optimizer's |
+| optimizer | 12: master and both moments | 8, under ZeRO 12: it keeps a copy of the weights |
+
+ZeRO-1 divides the optimizer's share by N, ZeRO-2 the gradients too, ZeRO-3 the weights too. The sums for 16 bits are those
+of DeepSpeed's own estimators.
+"""
+
+from fewstep.distill.config import EngineConfig, TrainingConfig
+
+PROCESS_BYTES = {"cpu": 6.5e8, "gpu": 8e8}  # Python, torch, DeepSpeed; on a GPU its context and the libraries' workspaces
+# What autograd keeps of a position and layer: 10 tensors of the hidden width and 4 of the inner one (Llama, SDPA).
+HIDDEN_KEPT, INNER_KEPT = 10, 4
+TEMPORARY = 3  # inner-width tensors of a position that live while one layer's gradient is taken
+CHUNK_ROWS, CHUNK_COPIES = 256, 4  # rows of logits at a time (kernels/linear_rows_loss), and how often they exist
+
+
+def training_memory(
+    config: TrainingConfig, engine: EngineConfig, facts: dict, learns: int, row: int, ranks: int, gpu: bool
+) -> dict[str, float]:
+    """Return part → bytes on one rank; `host` is what was offloaded, and counts towards no device.
+
+    Args:
+        facts: the teacher's shape (`teachers.load.describe`).
+        learns: T.
+        row: positions of a typical sample, clean and noisy.
+        ranks: N.
+    """
+    total = facts["num_parameters"] or 0
+    frozen = 0 if config.lora is None else total
+    short = engine.precision == "bf16" or (engine.precision == "auto" and gpu)
+    parts = _states(learns, ranks, engine, short)
+    size = 2 if short else 4
+    parts["weights"] += size * frozen / (ranks if engine.name == "deepspeed" and engine.zero_stage == 3 else 1)
+    if engine.name == "deepspeed" and engine.zero_stage == 3:
+        parts["weights"] += 2 * size * largest_layer(facts)  # gathered, and its gradient
+    if config.ema:
+        parts["optimizer"] += 4 * learns / (ranks if engine.zero_stage == 3 and engine.name == "deepspeed" else 1)
+    hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
+    positions = config.batch_tokens / config.gradient_accumulation_steps / ranks
+    layer = positions * (HIDDEN_KEPT * hidden + INNER_KEPT * inner) * size
+    layers = facts["num_layers"] or 0
+    kept = layers * positions * hidden * size + layer if engine.activation_checkpointing else layers * layer
+    masks = positions * row * (1 + size)
+    parts["activations"] = kept + TEMPORARY * positions * inner * size + masks
+    parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
+    parts["process"] = PROCESS_BYTES["gpu" if gpu else "cpu"]
+    return parts
+
+
+def largest_layer(facts: dict) -> int:
+    """Return the parameters of the largest module that ZeRO-3 gathers: usually the embedding."""
+    hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
+    return hidden * max(facts["vocab_size"] or 0, inner)
+
+
+def _states(learns: int, ranks: int, engine: EngineConfig, short: bool) -> dict[str, float]:
+    """Return the bytes of what is trained, its gradients and the optimizer's state on one rank."""
+    weights, gradients, optimizer = (2, 2, 12) if short else (4, 4, 8)
+    stage = engine.zero_stage if engine.name == "deepspeed" else 0
+    if short:
+        own = 4  # gradients in 32 bits
+    else:
+        own, optimizer = (4, 12) if stage else (0, 8)
+    by = {kind: ranks if stage >= least else 1 for kind, least in (("optimizer", 1), ("gradients", 2), ("weights", 3))}
+    parts = {
+        "weights": weights * learns / by["weights"],
+        "gradients": gradients * learns / by["gradients"] + own * learns / by["optimizer"],
+        "optimizer": optimizer * learns / by["optimizer"],
+        "host": 0.0,
+    }
+    if stage == 3 and short:
+        parts["gradients"] -= 2 * learns / ranks  # DeepSpeed reduces them into the 32-bit ones as they come
+    moved = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "weights")}[engine.offload]
+    for part in moved:
+        parts["host"] += parts[part]
+        parts[part] = 0.0
+    return parts
+
+
+def on_device(parts: dict[str, float]) -> float:
+    """Return the bytes that the rank's device must have."""
+    return sum(size for part, size in parts.items() if part != "host")

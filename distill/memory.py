@@ -14,7 +14,10 @@ of DeepSpeed's own estimators.
 
 from fewstep.distill.config import EngineConfig, TrainingConfig
 
-PROCESS_BYTES = {"cpu": 6.5e8, "gpu": 8e8}  # Python, torch, DeepSpeed; on a GPU its context and the libraries' workspaces
+PROCESS_BYTES = {
+    "cpu": 6.5e8,
+    "gpu": 8e8,
+}  # Python, torch, DeepSpeed; on a GPU its context and the libraries' workspaces
 # What autograd keeps of a position and layer: 10 tensors of the hidden width and 4 of the inner one (Llama, SDPA).
 HIDDEN_KEPT, INNER_KEPT = 10, 4
 TEMPORARY = 3  # inner-width tensors of a position that live while one layer's gradient is taken

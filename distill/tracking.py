@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from fewstep.distill.config import TrackConfig
@@ -39,9 +40,50 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({"train/step": step} | {f"train/{k}": v for k, v in (metrics | (perf or {})).items()})
 
+    @property
+    def on(self) -> bool:
+        """Whether anything but the local files gets the figures."""
+        return self._wandb is not None
+
+    def table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        """Show a table beside the figures."""
+        self._quietly(lambda wandb, tracked: tracked.log({name: wandb.Table(columns=columns, data=rows)}))
+
+    def lineage(self, read: list[Path], made: Path) -> None:
+        """Record which stage's folder was made from which others: facts about them, not their contents.
+
+        An offline run cannot name what it used: the names stand in the artifact's metadata too.
+        """
+
+        def record(wandb, tracked) -> None:
+            for folder in [] if tracked.settings.mode == "offline" else read:
+                tracked.use_artifact(_artifact(wandb, folder))
+            tracked.log_artifact(_artifact(wandb, made, [folder.name for folder in read]))
+
+        self._quietly(record)
+
+    def _quietly(self, work: Callable) -> None:
+        """Do something with W&B, whose trouble must not cost a training run."""
+        if self._wandb is None:
+            return
+        try:
+            import wandb
+
+            work(wandb, self._wandb)
+        except Exception as error:
+            print(f"W&B: {type(error).__name__}: {error}", file=sys.stderr)
+
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _artifact(wandb, folder: Path, read: list[str] | None = None):
+    """Return the artifact of a stage's folder: its name, and its manifest where it is sealed."""
+    manifest = folder / "manifest.json"
+    facts = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    about = {key: facts.get(key) for key in ("stage", "hash", "commit", "upstream", "summary")}
+    return wandb.Artifact(folder.name, type=folder.name.partition("-")[0], metadata={**about, "read": read})
 
 
 def _step(line: str) -> float:

@@ -3,33 +3,42 @@
 import json
 import math
 import os
-import resource
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from fewstep.chat import eos_ids
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
 from fewstep.distill.ema import Ema
 from fewstep.distill.engine import build_engine, layout, prepare_environment, training_dtype
 from fewstep.distill.examples import StepPlan, curriculum_block_size, draw_example, micro_batches
-from fewstep.distill.objectives.rows import masked
+from fewstep.distill.meter import Meter
 from fewstep.distill.recompute import checkpoint_activations
 from fewstep.distill.samples import Sample, Samples, open_samples
 from fewstep.distill.tracking import Tracker
-from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
+from fewstep.distill.trainee import (
+    NOISE_LEVELS,
+    Trainee,
+    coefficients,
+    judged,
+    load_objectives,
+    noise_level,
+    row_weights,
+)
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.progress import progress
 from fewstep.signals import stop_requested
 from fewstep.students.config import StudentConfig
 from fewstep.students.convert import load_causal_lm, load_student, make_student, save_student
+from fewstep.students.decoding import decode
 from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
 from fewstep.students.probe import why_class_not_convertible
 
+TABLE_ROWS = 8  # held-out samples that a tracker shows decoded
 HELD_OUT_ROWS = 64  # samples behind a held-out loss: enough to see a trend, cheap enough to see it often
 
 
@@ -164,7 +173,7 @@ def run(
         )
     plan, rounds = StepPlan(samples, config, facts["block_size"], seed, least), 0
     last: dict[str, float] = {}
-    started = time.perf_counter()
+    meter = Meter(sum(p.numel() for p in model.parameters()), frozen=config.lora is not None, ranks=worker.world_size)
     with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
         for step in range(first_step, config.max_steps):
             share = step / config.max_steps
@@ -204,12 +213,11 @@ def run(
             done = step + 1
             if ema:
                 ema.update(done)
-            positions = sum(int(batch.valid.sum()) for batch in batches)
+            meter.saw(batches)
             means = {n: s / t if t else 0.0 for n, s, t in zip(objectives, reduced[1:], totals)}
             if done % config.logging_steps == 0 or done == config.max_steps or done == 1:
-                last = {"loss": reduced[0], **means, "learning_rate": learning_rate, "grad_norm": grad_norm}
-                elapsed = time.perf_counter() - started
-                perf = {"seconds": elapsed, "positions": positions, "memory_mb": _memory_mb()}
+                seen, perf = meter.read(worker.all_sum)
+                last = {"loss": reduced[0], **means, **seen, "learning_rate": learning_rate, "grad_norm": grad_norm}
                 if tracker:
                     tracker.log(done, last, perf)
             if held_out and (done % config.eval_steps == 0 or done == config.max_steps):
@@ -236,6 +244,10 @@ def run(
         for copied in ("samples", "orders"):
             shutil.rmtree(state_folder / copied, ignore_errors=True)
     if tracker:
+        if tracker.on:
+            with worker.whole_weights():
+                tracker.table("samples", *_decoded(model, tokenizer, held_out[:TABLE_ROWS], facts["attention"]))
+            tracker.lineage([targets] + ([Path(source).parent] if stage == "distill" else []), folder)
         tracker.close()
     return {
         "steps": config.max_steps,
@@ -321,19 +333,37 @@ def _eos(model, tokenizer) -> int:
 
 @torch.no_grad()
 def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, float]:
-    """Return held-out means of every objective, and the share of masked positions that are right."""
+    """Return held-out means of every objective, and the share of masked positions that are right, in all and by noise."""
     totals, sums = {n: 0.0 for n in objectives}, {n: 0.0 for n in objectives}
-    right = count = 0.0
+    right, count = torch.zeros(NOISE_LEVELS), torch.zeros(NOISE_LEVELS)
     for first in range(0, len(held_out), 16):
         batch = batch_of(held_out[first : first + 16], block_size, -1, 1.0)  # epoch -1: the same masks every time
         _, parts = worker.forward(batch, {})
         for name, weight in row_weights(batch, objectives).items():
             totals[name] += weight
             sums[name] += float(parts[name])
-        right += float(parts["right_diffusion"])
-        count += float((masked(batch) & (batch.weight == 1)).sum())
+        right += parts["right"].cpu()
+        count += torch.bincount(noise_level(batch)[judged(batch)], minlength=NOISE_LEVELS).cpu()
     measured = {f"held_out_{n}": sums[n] / totals[n] for n in objectives if totals[n]}
-    return measured | ({"held_out_accuracy": right / count} if count else {})
+    if count.any():
+        measured["held_out_accuracy"] = float(right.sum() / count.sum())
+    for level in count.nonzero().flatten().tolist():  # of blocks masked up to this share, in percent
+        measured[f"held_out_accuracy_{100 * (level + 1) // NOISE_LEVELS}"] = float(right[level] / count[level])
+    return measured
+
+
+def _decoded(model, tokenizer, samples: list[Sample], attention: str) -> tuple[list[str], list[list]]:
+    """Return a table's columns and rows: prompts, the teacher's answers and the student's, which it decodes."""
+    columns = ["prompt", "teacher", "student", "tokens a forward"]
+    if not samples:
+        return columns, []
+    ways = {"sampler": "threshold"} if attention == "bidirectional" else {"sampler": "verify"}
+    longest = max(len(s.response) for s in samples)
+    answers = decode(model, [s.prompt.tolist() for s in samples], max_new_tokens=longest, eos_token_ids=eos_ids(model, tokenizer), **ways)  # fmt: skip
+    text = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+    return columns, [
+        [text(s.prompt), text(s.response), text(a.ids), round(len(a.ids) / a.nfe, 2)] for s, a in zip(samples, answers)
+    ]
 
 
 def _write_student(model, tokenizer, folder: Path, adapter: Adapter | None, engine: EngineConfig) -> None:
@@ -353,9 +383,3 @@ def _not_finite(stage, step, value, state_folder, what="loss") -> str:
     found = checkpoints.latest(state_folder)
     good = f"the last good checkpoint is {found[0]}" if found else "no checkpoint was saved before it"
     return f"{stage}: the {what} is {value} at step {step + 1}; {good}; lower {stage}.learning_rate and run again"
-
-
-def _memory_mb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

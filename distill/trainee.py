@@ -17,6 +17,7 @@ from fewstep.kernels.linear_rows_loss import CHUNK_ROWS, head_logits, linear_row
 from fewstep.students.decoding.sampling import argmax
 from fewstep.students.layout import Batch, body_hidden
 
+NOISE_LEVELS = 4
 _OF_BATCH = [f.name for f in fields(Rows) if f.name not in ("logits", "later")]  # of a row, known before the forward
 
 
@@ -59,7 +60,8 @@ class Trainee(nn.Module):
             coefficients: name → weight of the objective ÷ Σ of its row weights over the whole step.
 
         Returns:
-            (scalar f32, {"<objective>": Σ weight·loss, "right_diffusion": right ones of the masked positions}).
+            (scalar f32, {"<objective>": Σ weight·loss, "right": [NOISE_LEVELS] right ones of the masked positions, by the
+            masked share of their block}).
         """
         if self.guesses:
             batch = guess.write(batch, self._guess(batch))
@@ -69,7 +71,8 @@ class Trainee(nn.Module):
                 later = self._hidden(replace(batch, ids=batch.later_ids))
         hidden = self._hidden(batch)
         sums = {name: hidden.new_zeros((), dtype=torch.float32) for name in self.objectives}
-        sums |= {"right_diffusion": hidden.new_zeros((), dtype=torch.float32)}
+        sums |= {"right": hidden.new_zeros(NOISE_LEVELS, dtype=torch.float32)}
+        levels = noise_level(batch)
 
         def of_chunk(logits: torch.Tensor, rows: slice) -> torch.Tensor:
             chunk = Rows(self._without_mask(logits), **{f: getattr(batch, f)[rows] for f in _OF_BATCH})
@@ -82,7 +85,7 @@ class Trainee(nn.Module):
                 sums[name] += part.detach()
                 if coefficients.get(name):
                     total = total + coefficients[name] * part
-            sums["right_diffusion"] += (chunk.right & masked(chunk) & (chunk.weight == 1)).sum()
+            sums["right"].index_add_(0, levels[rows], (chunk.right & judged(chunk)).float())
             # every row's logits take part, so that a step without an active objective still has a gradient of zero
             return total + 0.0 * chunk.nll.sum()
 
@@ -117,6 +120,16 @@ class Trainee(nn.Module):
         blocked = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         blocked[self.mask_token_id] = True
         return logits.masked_fill(blocked, -torch.inf)
+
+
+def judged(rows) -> torch.Tensor:
+    """Return [R] bool, the masked positions that an accuracy counts: not the EOS fill; `rows` is a Batch or Rows."""
+    return masked(rows) & (rows.weight == 1)
+
+
+def noise_level(batch: Batch) -> torch.Tensor:
+    """Return [R] int64, which of NOISE_LEVELS equal ranges of the masked share a row's block falls into."""
+    return (batch.noise * NOISE_LEVELS).ceil().long().clamp(1, NOISE_LEVELS) - 1
 
 
 def row_weights(batch: Batch, objectives: dict) -> dict[str, float]:

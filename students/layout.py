@@ -57,6 +57,7 @@ class Batch:
     rows: [R] int64 into the flattened [B·Q] hidden states; labels [R] int64; weight [R] f32;
     clean [R] bool (an AR row), eligible [R] bool (no visible token right of it in its block),
     guessed [R] bool (to hold the student's own guess) and still [R] bool (masked in the later state too);
+    noise [R] f32, the masked share of its block (0: an AR row);
     topk_ids [R, K], topk_logprobs [R, K] f32 (natural log), tail_mass [R] f32, with has_teacher [R] bool.
     later_ids: [B, Q] int64, what the body reads in the later state, or None.
     doc: [B, Q] int64, which example of its row a position belongs to, or None: one a row.
@@ -76,6 +77,7 @@ class Batch:
     eligible: torch.Tensor
     guessed: torch.Tensor
     still: torch.Tensor
+    noise: torch.Tensor
     topk_ids: torch.Tensor
     topk_logprobs: torch.Tensor
     tail_mass: torch.Tensor
@@ -147,7 +149,7 @@ def build_batch(
         if with_response:  # AR rows: the position before each response token
             rows = response - 1 + np.arange(L)
             right = e.response if e.labels is None else e.labels
-            _supervise(out, rows, right, np.ones(L), clean=True, eligible=False, guessed=False, still=False)
+            _supervise(out, rows, right, np.ones(L), clean=True, eligible=False, guessed=False, still=False, noise=0.0)
             _teach(teacher, e, np.full(L, L), num_topk)
         begins = np.searchsorted(e.block, e.block)  # first position of each position's block
         weight = np.where(np.arange(n) < L, 1.0, fill_weight)
@@ -166,13 +168,17 @@ def build_batch(
             visible_right = _visible_right(masked, e.block)
             eligible = ~visible_right[where] & (where < L)
             still = False if e.later is None else e.later[m, where]
+            share = (np.bincount(e.block, weights=masked) / np.bincount(e.block))[e.block[where]]
             rows = b * Q + at + where
             if alignment == "shifted":
                 rows = np.where(where == begins[where], response, b * Q + at) + where - 1
             counts = weight[where]
             if e.labels is not None:  # they follow the tokens before them alone, and those that stand there
                 counts = counts * ~(visible_right | _behind_wrong(masked & (labels != e.noisy), e.block))[where]
-            _supervise(out, rows, labels[where], counts, clean=False, eligible=eligible, guessed=e.guess, still=still)
+            _supervise(
+                out, rows, labels[where], counts,
+                clean=False, eligible=eligible, guessed=e.guess, still=still, noise=share,
+            )  # fmt: skip
             _teach(teacher, e, where, num_topk)
     return Batch(
         ids=torch.from_numpy(ids),
@@ -189,6 +195,7 @@ def build_batch(
         eligible=_cat(out["eligible"], torch.bool),
         guessed=_cat(out["guessed"], torch.bool),
         still=_cat(out["still"], torch.bool),
+        noise=_cat(out["noise"], torch.float32),
         topk_ids=_cat(teacher["ids"], torch.int64),
         topk_logprobs=_cat(teacher["logprobs"], torch.float32),
         tail_mass=_cat(teacher["tail"], torch.float32),
@@ -252,7 +259,7 @@ def _behind_wrong(wrong: np.ndarray, block: np.ndarray) -> np.ndarray:
 
 
 def _supervise(out, rows: np.ndarray, labels: np.ndarray, weight: np.ndarray, **flags) -> None:
-    """Append supervised rows; a flag is [len(rows)] bool, or one bool for all of them."""
+    """Append supervised rows; a flag is [len(rows)], or one value for all of them."""
     for key, value in {"rows": rows, "labels": labels, "weight": weight, **flags}.items():
         out[key].append(np.broadcast_to(value, rows.shape))
 

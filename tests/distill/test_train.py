@@ -17,6 +17,7 @@ from fewstep.distill.config import AdaptConfig, DistillConfig, EngineConfig, Lor
 from fewstep.distill.ema import Ema
 from fewstep.distill.examples import draw_example
 from fewstep.distill.samples import open_samples
+from fewstep.distill.tracking import Tracker
 from fewstep.distill.trainee import Trainee, load_objectives
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.students.config import StudentConfig
@@ -435,9 +436,17 @@ def test_plain_generate_after_few_step_decoding_is_still_the_base(world, tmp_pat
     assert torch.equal(plain(), before)
 
 
-def test_wandb_offline_gets_the_run_and_is_never_in_the_way(world, tmp_path, monkeypatch):
+def test_wandb_offline_gets_the_run_and_is_never_in_the_way(world, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     track = TrackConfig(wandb={"project": "test", "mode": "online"})  # no key here: falls back to offline
+    logged = []
+    lineage = Tracker.lineage
+
+    def watched(self, read, made):
+        monkeypatch.setattr(self._wandb, "log_artifact", lambda artifact: logged.append(artifact))
+        lineage(self, read, made)
+
+    monkeypatch.setattr(Tracker, "lineage", watched)
     train.run(
         tmp_path, "adapt", AdaptConfig(max_steps=2, batch_tokens=300), StudentConfig(block_size=4),
         EngineConfig(name="plain"), track, world / "teacher", world / "targets", 0, "test",
@@ -445,3 +454,33 @@ def test_wandb_offline_gets_the_run_and_is_never_in_the_way(world, tmp_path, mon
     assert len((tmp_path / "wandb_run_id").read_text()) == 8
     assert list((tmp_path / "trainer_state").rglob("*.wandb"))
     assert [m["step"] for m in metrics(tmp_path) if "ce" in m]
+    table = json.loads(next((tmp_path / "trainer_state").rglob("*.table.json")).read_text())
+    assert table["columns"] == ["prompt", "teacher", "student", "tokens a forward"] and len(table["data"]) == 8
+    assert [a.name for a in logged] == [tmp_path.name] and logged[0].metadata["read"] == ["targets"]
+    assert "W&B" not in capfd.readouterr().err
+
+
+def test_a_tracker_in_trouble_costs_a_line_and_no_run(world, tmp_path, monkeypatch, capsys):
+    def broken(self, work):
+        raise RuntimeError("no")
+
+    import wandb
+
+    monkeypatch.setattr(wandb, "Table", broken)
+    train.run(
+        tmp_path, "adapt", AdaptConfig(max_steps=2, batch_tokens=300), StudentConfig(block_size=4),
+        EngineConfig(name="plain"), TrackConfig(wandb={"project": "test"}), world / "teacher", world / "targets", 0, "t",
+    )  # fmt: skip
+    assert (tmp_path / "student" / "config.json").is_file() and "W&B: " in capsys.readouterr().err
+
+
+def test_what_was_masked_and_what_was_right_is_told_by_noise(world, tmp_path):
+    go(world, tmp_path, max_steps=40, noise=(0.5, 1.0), eval_steps=40)
+    rows = metrics(tmp_path)
+    assert all(0.5 < row["masked"] <= 1 for row in rows if "loss" in row)
+    last = rows[-1]
+    by_noise = {key: value for key, value in last.items() if key.startswith("held_out_accuracy_")}
+    assert "held_out_accuracy_100" in by_noise and "held_out_accuracy_25" not in by_noise
+    assert min(by_noise.values()) <= last["held_out_accuracy"] <= max(by_noise.values())
+    perf = [json.loads(line) for line in (tmp_path / "perf.jsonl").read_text().splitlines()]
+    assert all(row["positions_per_s"] > 0 and "mfu" not in row for row in perf)

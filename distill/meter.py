@@ -1,0 +1,71 @@
+"""What a training step has seen and cost: masked share, positions a second, memory, utilisation."""
+
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+
+from fewstep.distill.estimate import GPU_FLOPS
+from fewstep.students.layout import CLEAN, Batch
+
+
+class Meter:
+    """Counts what passes by between two readings.
+
+    Args:
+        parameters: of the model. frozen: most of them take no gradient (adapters).
+        ranks: that share the work.
+    """
+
+    def __init__(self, parameters: int, frozen: bool, ranks: int):
+        self.flops_a_position = (4 if frozen else 6) * parameters
+        self.peak = ranks * _peak_flops()
+        self.started = self.since = time.perf_counter()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.positions = self.noisy = self.masked = 0
+
+    def saw(self, batches: list[Batch]) -> None:
+        """Count the micro-batches of one step of this rank."""
+        for batch in batches:
+            self.positions += int(batch.valid.sum())
+            self.noisy += int((batch.valid & (batch.seg != CLEAN)).sum())
+            self.masked += int((~batch.clean).sum())
+
+    def read(self, all_sum: Callable[[list[float]], list[float]]) -> tuple[dict, dict]:
+        """Return (figures without timings, those with), of all ranks since the last reading.
+
+        `masked` is the share of noisy positions that were masked (or guessed); `mfu` the share of the GPUs' peak that the
+        model's own arithmetic took, where the peak is known.
+        """
+        now = time.perf_counter()
+        positions, noisy, masked = all_sum([float(self.positions), float(self.noisy), float(self.masked)])
+        rate = positions / max(now - self.since, 1e-9)
+        perf = {
+            "seconds": now - self.started,
+            "positions": positions,
+            "positions_per_s": rate,
+            "memory_mb": _memory_mb(),
+        }
+        if self.peak:
+            perf["mfu"] = rate * self.flops_a_position / self.peak
+        self.since = now
+        self._clear()
+        return {"masked": masked / noisy if noisy else 0.0}, perf
+
+
+def _peak_flops() -> float:
+    """Return the bf16 FLOPs a second of this rank's GPU; 0 where there is none, or its peak is not known."""
+    if not torch.cuda.is_available():
+        return 0.0
+    name = torch.cuda.get_device_name()
+    return next((flops for known, flops in GPU_FLOPS.items() if known in name), 0.0)
+
+
+def _memory_mb() -> float:
+    """Return the most memory that this process has had: the GPU's, or else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -10,8 +10,9 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fewstep import machine, records
+from fewstep.errors import RunFailed
 from fewstep.machine import cores
 from fewstep.runstore import write_atomic
 from fewstep.signals import raise_if_stopped
@@ -78,7 +80,7 @@ def flat(files: list[Path], columns: list[str], folder: Path) -> Flat:
 def _write(files: list[Path], columns: list[str], folder: Path) -> None:
     bounds: dict[str, list[np.ndarray]] = {name: [np.zeros(1, np.int64)] for name in columns}
     out = {name: open(folder / f"{name}.bin", "wb") for name in columns}
-    groups = ((file, i) for file in files for i in range(pq.read_metadata(file).num_row_groups))
+    groups = ((file, i) for file in files for i in range(_num_groups(file)))
     threads = cores()
     with ThreadPoolExecutor(threads) as pool:
         reading: deque = deque()
@@ -94,9 +96,26 @@ def _write(files: list[Path], columns: list[str], folder: Path) -> None:
         np.save(folder / f"{name}.bounds.npy", np.concatenate(bounds[name]))
 
 
+def _num_groups(file: Path) -> int:
+    with _named(file):
+        return pq.read_metadata(file).num_row_groups
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Turn what Parquet's reader says of a damaged file into a line that names it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise RunFailed(f"{file} is damaged ({str(error).splitlines()[0][:80]}); delete {file.parents[1]} to make it anew") from None  # fmt: skip
+
+
 def _read_group(file: Path, group: int, columns: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return column → its values, and where each row ends among them, of one row group."""
-    table = pq.ParquetFile(file).read_row_group(group, columns=columns, use_threads=False)
+    with _named(file):
+        table = pq.ParquetFile(file).read_row_group(group, columns=columns, use_threads=False)
     found = {name: _leaves(table[name].combine_chunks()) for name in columns}
     return {name: (values.astype(KINDS[name], copy=False), ends) for name, (values, ends) in found.items()}
 
@@ -213,7 +232,10 @@ def open_samples(targets: Path, split: str, scratch: Path, topk: bool = True) ->
     """
     shards = records.shards(targets)
     rows = flat(shards, ["sample_id", "prompt_ids", "response_ids"] + (TOPK if topk else []), scratch / "samples")
-    facts = [pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None) for shard in shards]
+    facts = []
+    for shard in shards:
+        with _named(shard):
+            facts.append(pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None))
     in_split, stopped = (
         np.concatenate([pc.equal(table[name], value).to_numpy() for table in facts])
         for name, value in (("split", split), ("finish_reason", "stop"))

@@ -136,18 +136,31 @@ class StageFolder:
         return (self.path / MANIFEST).is_file()
 
     def manifest(self) -> dict:
-        """Return the manifest of a complete folder."""
-        return json.loads((self.path / MANIFEST).read_text())
+        """Return the manifest of a complete folder.
+
+        Raises:
+            RunFailed: it is no longer what was sealed.
+        """
+        try:
+            found = json.loads((self.path / MANIFEST).read_text())
+            if self.path.name.endswith(found.get("hash", "")) and isinstance(found["outputs"], dict):
+                return found
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise RunFailed(self._changed(self.path / MANIFEST))
+
+    def _changed(self, file: Path) -> str:
+        return (
+            f"{file} is missing or was changed after {self.path.name} was sealed; "
+            f"delete {self.path} to run the stage again"
+        )
 
     def check(self) -> None:
         """Raise RunFailed if a sealed file is gone or has another size than when it was sealed."""
         for name, sealed in self.manifest()["outputs"].items():
             file = self.path / name
             if not file.is_file() or file.stat().st_size != sealed["bytes"]:
-                raise RunFailed(
-                    f"{file} is missing or was changed after {self.path.name} was sealed; "
-                    f"delete {self.path} to run the stage again"
-                )
+                raise RunFailed(self._changed(file))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

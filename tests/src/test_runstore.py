@@ -143,6 +143,30 @@ def test_check_names_a_sealed_file_that_is_gone_or_grew(tmp_path):
         folder.check()
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: "",
+        lambda m: "{",
+        lambda m: "[]",
+        lambda m: json.dumps({**m, "hash": "00000000"}),
+        lambda m: json.dumps({k: v for k, v in m.items() if k != "outputs"}),
+    ],
+    ids=["empty", "half", "list", "hash", "no outputs"],
+)
+def test_an_edited_manifest_is_refused_in_one_line(tmp_path, edit):
+    folder = StageFolder(tmp_path / "adapt-12345678")
+    folder.path.mkdir()
+    folder.seal({"stage": "adapt", "hash": "12345678"})
+    folder.check()
+    file = folder.path / "manifest.json"
+    file.write_text(edit(json.loads(file.read_text())))
+    with pytest.raises(
+        RunFailed, match="manifest.json is missing or was changed after adapt-12345678 was sealed; delete"
+    ):
+        folder.check()
+
+
 def test_lock_refuses_a_second_process_and_is_free_after_a_kill(tmp_path):
     folder = StageFolder(tmp_path / "adapt-0")
     pid = os.fork()

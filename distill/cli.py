@@ -29,17 +29,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def _run(recipe: str, overrides: list[str] | None, runs: Path, only: str | None = None) -> None:
-    from fewstep import signals
+    from fewstep import machine, signals
     from fewstep.distill.pipeline import run
     from fewstep.distill.recipe import load_recipe
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' loading bars; stages show their own progress
     signals.install()
-    folders = run(load_recipe(recipe, overrides or []), runs, only, say=lambda line: print(line, flush=True))
+
+    def say(line: str) -> None:
+        if machine.rank() == 0:  # under a launcher one rank speaks for all
+            print(line, flush=True)
+
+    folders = run(load_recipe(recipe, overrides or []), runs, only, say)
     if only in (None, "report"):
-        print(f"report: {folders['report'] / 'report.html'}")
+        say(f"report: {folders['report'] / 'report.html'}")
     if only is None:
-        print(f"student: {folders['distill' if 'distill' in folders else 'adapt'] / 'student'}")
+        say(f"student: {folders['distill' if 'distill' in folders else 'adapt'] / 'student'}")
 
 
 @app.command("run")

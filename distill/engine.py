@@ -315,6 +315,7 @@ def prepare_environment(config: EngineConfig) -> None:
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({k: str(v) for k, v in alone.items()})
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # by `accelerate launch --cpu`, and would mean plain data parallelism
     import logging
 
     import deepspeed.ops

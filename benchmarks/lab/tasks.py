@@ -2,7 +2,7 @@
 
     python benchmarks/lab/tasks.py base 3      three rows to look at
 
-The problems of `sort`, `filter`, `base` and `bits` come from reasoning-gym; the message is put shortly, because a
+The problems of `sort`, `rotate`, `base` and `bits` come from reasoning-gym; the message is put shortly, because a
 small model on a CPU has no time for long ones, and the working is written out, so that most tokens
 depend on the one before. What counts as right is the final answer: the text behind the last `=`.
 
@@ -95,7 +95,7 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 # --- The tasks ----------------------------------------------------------------------------------
 
 _sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
-_filtering = _gym("number_filtering", min_numbers=10, max_numbers=14, max_decimals=0, min_value=0, max_value=99)
+_turning = _gym("rotate_matrix", min_n=4, max_n=5, min_rotations=1, max_rotations=3)
 _bases = _gym("base_conversion", min_base=3, max_base=6, min_value=100, max_value=9999)
 _bits = _gym("count_bits", min_n=300, max_n=9999)
 
@@ -112,14 +112,11 @@ def sort(rng: random.Random) -> tuple[str, str]:
     return f"sort {'up' if up else 'down'}: {_spaced(numbers)}", _spaced(sorted(numbers, reverse=not up))
 
 
-def filtering(rng: random.Random) -> tuple[str, str]:
-    """`remove above 40: 31 7 90` → `31 7`; or below, or `keep`."""
-    facts = _filtering(rng)["metadata"]
-    verb, _, side = facts["operation"].partition("_")
-    numbers, limit = _whole(facts["original_numbers"]), round(float(facts["filter_value"]))
-    beyond = {n for n in numbers if (n > limit if side == "larger" else n < limit)}
-    kept = [n for n in numbers if (n in beyond) == (verb == "keep")]
-    return f"{verb} {'above' if side == 'larger' else 'below'} {limit}: {_spaced(numbers)}", _spaced(kept) or "none"
+def rotate(rng: random.Random) -> tuple[str, str]:
+    """`turn 1: 12 34` → `31 42`: a square of digits, turned clockwise by quarters."""
+    facts = _turning(rng)["metadata"]
+    before, after = (" ".join("".join(map(str, row)) for row in facts[key]) for key in ("matrix", "solution"))
+    return f"turn {facts['num_rotations']}: {before}", after
 
 
 def base(rng: random.Random) -> tuple[str, str]:
@@ -169,7 +166,7 @@ TASKS = {
     for task in (
         Task("booking", _booking, 72),
         Task("sort", _split(sort), 48, train=12_000, teacher={"steps": 1800}),
-        Task("filter", _split(filtering), 48, train=12_000, teacher={"steps": 1800}),
+        Task("rotate", _split(rotate), 40, train=12_000, teacher={"steps": 1000}),
         Task("base", _split(base), 64, train=12_000, teacher={"steps": 1800}),
         Task("bits", _split(bits), 80, train=7000, teacher={"steps": 500}),
         Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),

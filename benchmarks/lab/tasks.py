@@ -95,7 +95,7 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 # --- The tasks ----------------------------------------------------------------------------------
 
 _sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
-_turning = _gym("rotate_matrix", min_n=4, max_n=5, min_rotations=1, max_rotations=3)
+_turning = _gym("rotate_matrix", min_n=4, max_n=4, min_rotations=1, max_rotations=3)
 _bases = _gym("base_conversion", min_base=3, max_base=6, min_value=100, max_value=9999)
 _bits = _gym("count_bits", min_n=300, max_n=9999)
 
@@ -166,7 +166,7 @@ TASKS = {
     for task in (
         Task("booking", _booking, 72),
         Task("sort", _split(sort), 48, train=12_000, teacher={"steps": 1800}),
-        Task("rotate", _split(rotate), 40, train=12_000, teacher={"steps": 1000}),
+        Task("rotate", _split(rotate), 32, train=12_000, teacher={"steps": 1500}),
         Task("base", _split(base), 64, train=12_000, teacher={"steps": 1800}),
         Task("bits", _split(bits), 80, train=7000, teacher={"steps": 500}),
         Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),

@@ -25,6 +25,9 @@ import pyarrow.parquet as pq
 from run import ALL, DRAWN, ONCE, RECIPES, RESULTS, ROOT, SYSTEMS, jobs
 
 from fewstep import machine
+from fewstep.distill.chain import chain
+from fewstep.distill.recipe import load_recipe
+from fewstep.errors import UserError
 from fewstep.eval.verdict import setting_name
 from fewstep.runstore import StageFolder, write_atomic
 
@@ -83,9 +86,9 @@ def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]],
     found: dict[tuple, dict[int, dict]] = {}
     missing, manifests = [], []
     for job in (job for group in jobs([task], list(SYSTEMS), quick) for job in group):
-        named = runs / f"{job.name(quick)}.json"
-        folder = StageFolder(runs / json.loads(named.read_text())["stages"]["eval"]) if named.is_file() else None
-        if folder is None or not folder.is_complete():
+        # by its hash, not by the name's last run: what another recipe or version measured does not count
+        folder = StageFolder(runs / chain(load_recipe(RECIPES / f"{task}.yaml", job.overrides(quick)))["eval"].folder)
+        if not folder.is_complete():
             missing.append(job.name(quick))
             continue
         manifests.append(folder.manifest())
@@ -167,7 +170,10 @@ def row(task: str, m: Measured, teacher: Measured) -> dict:
 
 def of_task(task: str, runs: Path, quick: bool) -> tuple[list[dict], list[dict], list[str], list[dict]]:
     """Return a task's rows (one a setting), its summary (one a system), what is missing, and the manifests."""
-    systems, missing, manifests = read(task, runs, quick)
+    try:
+        systems, missing, manifests = read(task, runs, quick)
+    except UserError:  # neither prompts nor a teacher were made
+        return [], [], [job.name(quick) for group in jobs([task], list(SYSTEMS), quick) for job in group], []
     if TEACHER not in systems:
         return [], [], missing, manifests
     teacher = systems[TEACHER][0]

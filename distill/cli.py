@@ -92,11 +92,11 @@ def init(name: Annotated[str, typer.Argument(metavar="NAME", help="the recipe's 
 
 
 @app.command()
-def doctor(json: AsJson = False) -> None:
-    """Show what this machine has and would use."""
+def doctor(runs: Runs = Path("runs"), json: AsJson = False) -> None:
+    """Show what this machine has, and what a run would use."""
     from fewstep.distill.doctor import as_text, examine
 
-    facts = examine()
+    facts = examine(runs)
     print(_json(facts) if json else as_text(facts))
 
 

@@ -166,13 +166,40 @@ def test_doctor_says_whether_the_hub_answers(monkeypatch):
     assert doctor._hub() == "offline (HF_HUB_OFFLINE is set)"
 
 
-def test_doctor_names_engines_and_every_kernel_with_a_reason(capsys):
+def test_doctor_names_engines_and_every_kernel_with_a_reason(capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     assert _exit_code(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["torch"] and set(facts["engines"]) == {"deepspeed", "plain"}
     assert facts["kernels"]["linear_rows_loss"].startswith(("torch: ", "triton: "))
+    assert set(facts["attention"]) == {"training", "decoding"} and facts["disk_free_gb"] > 0
+    assert "cpu_adam" in facts["deepspeed_ops"] and facts["wandb"] == "offline (WANDB_MODE is set)"
+    assert facts["verdict"].startswith("ready: trains on ") and "plain" in facts["verdict"]
     assert _exit_code(["doctor"]) == 0
-    assert "linear_rows_loss" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "linear_rows_loss" in text and text.splitlines()[-1] == f"verdict    {facts['verdict']}"
+
+
+def test_doctor_looks_for_wandbs_key_and_never_shows_it(monkeypatch):
+    from fewstep.distill import doctor
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "secret-secret")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    said = doctor._wandb()
+    assert said.startswith("a key is there; http://127.0.0.1:9 does not answer") and "secret" not in said
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert doctor._wandb().startswith("missing: ") and doctor._deepspeed_ops() == "none"
+
+
+def test_doctors_verdict_names_what_is_missing_and_a_full_disk():
+    from fewstep.distill.doctor import NEEDED, _verdict
+
+    facts = {"versions": dict.fromkeys(NEEDED, "1"), "engines": {"plain": "ready", "deepspeed": "missing: x"},
+             "hardware": {"gpus": [], "cores": 2}, "disk_free_gb": 1.0}  # fmt: skip
+    assert _verdict(facts) == "ready: trains on 2 CPU cores with engine plain; only 1.0 GB of disk are free"
+    del facts["versions"]["pyarrow"]
+    assert _verdict(facts) == "not ready: pyarrow missing; pip install fewstep"
 
 
 def test_show_puts_dots_where_nothing_is_decided_and_counts_what_a_forward_changed():

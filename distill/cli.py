@@ -81,6 +81,8 @@ def plan(recipe: RecipeArgument, overrides: Overrides = None, runs: Runs = Path(
 
     facts = make_plan(load_recipe(recipe, overrides or []), runs)
     print(_json(facts) if json else as_text(facts))
+    if facts["refused"]:
+        raise UserError(facts["refused"])
 
 
 @app.command()

@@ -326,6 +326,18 @@ class TrackConfig(Config):
     wandb: WandbConfig = WandbConfig()
 
 
+class PlanConfig(Config):
+    """What `fewstep plan` reckons with; nothing that is trained depends on it."""
+
+    device: Literal["B200", "H200", "H100", "A100", "L40S", "4090"] | None = Field(
+        None, description="the GPU that the run is planned for; null: what this machine has"
+    )
+    ranks: int = Field(1, ge=1, description="how many of them the training stages will use")
+    price_per_hour: Float | None = Field(
+        None, ge=0.0, description="of one device, in whichever currency; null: no cost is stated"
+    )
+
+
 class PublishConfig(Config):
     """The Hub repository of the student."""
 

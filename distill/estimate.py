@@ -5,10 +5,12 @@ base weights are frozen). Texts are taken at 4 bytes a token and answers at thei
 disk and decoding are upper bounds.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from fewstep.distill.config import TrainingConfig
+from fewstep.distill.memory import PROCESS_BYTES, on_device, training_memory
 from fewstep.distill.recipe import Recipe
 from fewstep.machine import cores
 from fewstep.teachers.config import PromptsConfig
@@ -18,10 +20,10 @@ BYTES_PER_TOKEN = 4
 UTILISATION = {"cpu": 0.6, "gpu": 0.35}  # share of the matrix-multiplication peak that whole models reach
 CPU_FORWARD_S_PER_LAYER = 3e-4  # what one forward of one layer costs however small it is
 CPU_BYTES_PER_S = 1e10  # at which weights stream from memory
-ADAM_BYTES = 16  # weight, gradient and two moments in float32
 BLOCKS_PER_ANSWER = 2.5  # forwards that a block takes, commits included, in the estimate of few-step decoding
-PROCESS_BYTES = 8.5e8  # Python, torch and DeepSpeed before any model
+# Dense bf16 FLOPs a second at the peak, and memory in bytes, as the makers state them.
 GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
+GPU_MEMORY = {"B200": 1.8e11, "H200": 1.41e11, "H100": 8e10, "A100": 8e10, "L40S": 4.8e10, "4090": 2.4e10}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Machine:
     flops: float  # reached, per second
     gpu: bool
     assumption: str
+    memory: float | None = None  # of a device; None: not known
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,34 @@ class Need:
 
     tokens: int
     flops: float
-    memory: float
+    parts: dict[str, float]  # of memory, on one rank; `host` is what was offloaded
     disk: float
     forwards: float = 0.0  # sequential forwards, each of which streams the weights once
 
+    @property
+    def memory(self) -> float:
+        """Bytes that a rank's device must have."""
+        return on_device(self.parts)
 
-def this_machine() -> Machine:
-    """Return what this machine can do: a GPU by its name, a CPU by a short measurement."""
-    gpu = _gpu_name()
-    if gpu is not None:
-        peak = next((flops for name, flops in GPU_FLOPS.items() if name in gpu), 1e14)
-        reached = peak * UTILISATION["gpu"]
-        return Machine(
-            gpu, reached, True, f"{UTILISATION['gpu']:.0%} of {peak / 1e12:,.0f} TFLOP/s (bf16) on one {gpu}"
-        )
+
+def machine_for(recipe: Recipe) -> Machine:
+    """Return the device that the recipe is planned for: the one it names, or this machine's."""
+    if recipe.plan.device is not None:
+        return _gpu(recipe.plan.device)
+    name = _gpu_name()
+    if name is not None:
+        return _gpu(name)
     peak = _measure_cpu()
     reached = peak * UTILISATION["cpu"]
     text = f"{UTILISATION['cpu']:.0%} of the {peak / 1e9:,.0f} GFLOP/s (fp32) just measured on {cores()} CPU cores"
-    return Machine("cpu", reached, False, text)
+    return Machine("cpu", reached, False, text, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _gpu(name: str) -> Machine:
+    known = next((short for short in GPU_FLOPS if short in name), None)
+    peak = GPU_FLOPS.get(known or "", 1e14)
+    text = f"{UTILISATION['gpu']:.0%} of {peak / 1e12:,.0f} TFLOP/s (bf16) on one {name}"
+    return Machine(name, peak * UTILISATION["gpu"], True, text, GPU_MEMORY.get(known or ""))
 
 
 def _gpu_name() -> str | None:
@@ -97,20 +110,31 @@ def seconds(need: Need, facts: dict, machine: Machine) -> float:
     return max(arithmetic, need.forwards * streaming) + need.forwards * overhead
 
 
-def estimate(recipe: Recipe, facts: dict) -> dict[str, Need]:
+def estimate(recipe: Recipe, facts: dict, gpu: bool = False) -> dict[str, Need]:
     """Return what each stage of the recipe needs.
 
     Args:
         facts: the teacher's shape, as `teachers.load.describe` returns it.
+        gpu: whether it runs on one: in 16 bits, unless the recipe says otherwise.
     """
     num_parameters = facts["num_parameters"] or 0
-    targets = _targets(recipe, facts, num_parameters)
+    targets = _targets(recipe, facts, num_parameters, gpu)
     needs = {"targets": targets}
     for stage, config in recipe.training().items():
-        needs[stage] = _training(recipe, config, facts, num_parameters)
-    needs["eval"] = _eval(recipe, facts, num_parameters)
-    report = Need(0, 0.0, 2e8, 1e7)
+        needs[stage] = _training(recipe, config, facts, num_parameters, gpu)
+    needs["eval"] = _eval(recipe, facts, num_parameters, gpu)
+    report = Need(0, 0.0, {"process": 2e8}, 1e7)
     return needs | {"report": report, "publish": report}
+
+
+def _decoding_memory(facts: dict, models: int, num_parameters: int, cached: int, gpu: bool) -> dict[str, float]:
+    """Return the parts of a stage that decodes with `models` models and a cache of so many tokens."""
+    size = 2 if gpu else 4
+    return {
+        "weights": float(models * size * num_parameters),
+        "cache": _cache_bytes(facts, cached) * size / 4,
+        "process": PROCESS_BYTES["gpu" if gpu else "cpu"],
+    }
 
 
 def _prompt_tokens(rows: list) -> int:
@@ -123,7 +147,7 @@ def _cache_bytes(facts: dict, tokens: int) -> float:
     return 2 * 4 * kv_width * (facts["num_layers"] or 0) * tokens
 
 
-def _targets(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
+def _targets(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Need:
     config = recipe.targets
     rows = read_prompts(recipe.prompts)
     prefix = sum(len(m["content"].encode()) // BYTES_PER_TOKEN + 8 for m in read_few_shot(config.few_shot))
@@ -135,7 +159,7 @@ def _targets(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
     return Need(
         tokens=answers,
         flops=2.0 * num_parameters * (prefix + prompt + answers),
-        memory=4 * num_parameters + _cache_bytes(facts, longest * config.batch_size) + PROCESS_BYTES,
+        parts=_decoding_memory(facts, 1, num_parameters, longest * config.batch_size, gpu),
         disk=answers * per_token + 8 * prompt + saved,
         forwards=-(-len(rows) // config.batch_size) * config.max_new_tokens,
     )
@@ -152,18 +176,10 @@ def trainable(config: TrainingConfig, facts: dict, num_parameters: int) -> int:
     return (facts["num_layers"] or 0) * config.lora.rank * ends
 
 
-def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameters: int) -> Need:
+def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameters: int, gpu: bool) -> Need:
     positions = config.max_steps * config.batch_tokens
     looks = (config.guess > 0) + ("consistency" in config.used())  # forwards of a step that give no gradient
     learns = trainable(config, facts, num_parameters)
-    frozen = 0 if config.lora is None else num_parameters
-    micro = config.batch_tokens / config.gradient_accumulation_steps
-    hidden, layers = facts["hidden_size"] or 0, facts["num_layers"] or 0
-    activations = (
-        micro
-        * (layers * (hidden * 16 + (facts["intermediate_size"] or 4 * hidden) * 3) + 2 * (facts["vocab_size"] or 0))
-        * 4
-    )
     checkpoint = 12 * learns  # float32 weights and both moments
     # A trajectory-ordered stage decodes every target once with the student it starts from, one token a step.
     ordered = len(read_prompts(recipe.prompts)) * recipe.targets.max_new_tokens if config.order == "trajectory" else 0
@@ -173,10 +189,15 @@ def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameter
     drafted = texts * -(-answer // size) * BLOCKS_PER_ANSWER  # forwards, were every text alone
     # the student decodes in blocks, then the teacher, which is in memory from then on, reads every text once
     decoding += 2.0 * num_parameters * (drafted * size + texts * answer)
+    rows = read_prompts(recipe.prompts)
+    row = _prompt_tokens(rows) // len(rows) + answer * (1 + config.copies * (2 if config.complementary else 1))
+    parts = training_memory(config, recipe.engine, facts, learns, row, recipe.plan.ranks, gpu)
+    if texts:
+        parts["teacher"] = float((2 if gpu else 4) * num_parameters)
     return Need(
         tokens=positions,
         flops=((6.0 if config.lora is None else 4.0) + 2.0 * looks) * num_parameters * positions + decoding,
-        memory=ADAM_BYTES * learns + 4 * frozen + activations + (4 * num_parameters if texts else 0) + PROCESS_BYTES,
+        parts=parts,
         disk=4 * (num_parameters + learns)
         + checkpoint * (config.save_total_limit + 1)
         + 8 * ordered
@@ -185,7 +206,7 @@ def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameter
     )
 
 
-def _eval(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
+def _eval(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Need:
     config = recipe.eval
     answer = config.max_new_tokens or recipe.targets.max_new_tokens
     settings = sum(len(s.settings()) for s in config.samplers)
@@ -201,5 +222,5 @@ def _eval(recipe: Recipe, facts: dict, num_parameters: int) -> Need:
         positions = len(rows) * (few_step * blocks * BLOCKS_PER_ANSWER * recipe.student.block_size + plain * answer)
         flops += 2.0 * num_parameters * (positions + _prompt_tokens(rows) * (few_step + plain))
         forwards += (batches + timed) * (few_step * blocks * BLOCKS_PER_ANSWER + plain * answer)
-    memory = 3 * 4 * num_parameters + _cache_bytes(facts, config.batch_size * 2 * answer) + PROCESS_BYTES
-    return Need(tokens=tokens, flops=flops, memory=memory, disk=60.0 * tokens, forwards=forwards)
+    parts = _decoding_memory(facts, 3, num_parameters, config.batch_size * 2 * answer, gpu)
+    return Need(tokens=tokens, flops=flops, parts=parts, disk=60.0 * tokens, forwards=forwards)

@@ -14,13 +14,11 @@ of DeepSpeed's own estimators.
 
 from fewstep.distill.config import EngineConfig, TrainingConfig
 
-PROCESS_BYTES = {
-    "cpu": 6.5e8,
-    "gpu": 8e8,
-}  # Python, torch, DeepSpeed; on a GPU its context and the libraries' workspaces
+PROCESS_BYTES = {"cpu": 4.2e8, "gpu": 8e8}  # Python and the libraries; on a GPU its context and their workspaces
 # What autograd keeps of a position and layer: 10 tensors of the hidden width and 4 of the inner one (Llama, SDPA).
 HIDDEN_KEPT, INNER_KEPT = 10, 4
-TEMPORARY = 3  # inner-width tensors of a position that live while one layer's gradient is taken
+# A CPU's allocator keeps what batches of other shapes left behind; a GPU's caches by size and wastes less.
+SLACK = {"cpu": 1.35, "gpu": 1.1}
 CHUNK_ROWS, CHUNK_COPIES = 256, 4  # rows of logits at a time (kernels/linear_rows_loss), and how often they exist
 
 
@@ -35,25 +33,26 @@ def training_memory(
         row: positions of a typical sample, clean and noisy.
         ranks: N.
     """
+    kind = "gpu" if gpu else "cpu"
     total = facts["num_parameters"] or 0
     frozen = 0 if config.lora is None else total
     short = engine.precision == "bf16" or (engine.precision == "auto" and gpu)
-    parts = _states(learns, ranks, engine, short)
     size = 2 if short else 4
-    parts["weights"] += size * frozen / (ranks if engine.name == "deepspeed" and engine.zero_stage == 3 else 1)
-    if engine.name == "deepspeed" and engine.zero_stage == 3:
+    stage = engine.zero_stage if engine.name == "deepspeed" else 0
+    parts = _states(learns, ranks, engine, short)
+    parts["weights"] += size * frozen / (ranks if stage == 3 else 1)
+    if stage == 3:
         parts["weights"] += 2 * size * largest_layer(facts)  # gathered, and its gradient
     if config.ema:
-        parts["optimizer"] += 4 * learns / (ranks if engine.zero_stage == 3 and engine.name == "deepspeed" else 1)
+        parts["optimizer"] += 4 * learns / (ranks if stage == 3 else 1)
     hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
     positions = config.batch_tokens / config.gradient_accumulation_steps / ranks
     layer = positions * (HIDDEN_KEPT * hidden + INNER_KEPT * inner) * size
     layers = facts["num_layers"] or 0
     kept = layers * positions * hidden * size + layer if engine.activation_checkpointing else layers * layer
-    masks = positions * row * (1 + size)
-    parts["activations"] = kept + TEMPORARY * positions * inner * size + masks
+    parts["activations"] = SLACK[kind] * kept + positions * row * (1 + size)  # and the masks
     parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
-    parts["process"] = PROCESS_BYTES["gpu" if gpu else "cpu"]
+    parts["process"] = PROCESS_BYTES[kind]
     return parts
 
 
@@ -80,7 +79,11 @@ def _states(learns: int, ranks: int, engine: EngineConfig, short: bool) -> dict[
     }
     if stage == 3 and short:
         parts["gradients"] -= 2 * learns / ranks  # DeepSpeed reduces them into the 32-bit ones as they come
-    moved = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "weights")}[engine.offload]
+    if stage and not short:
+        parts["saving"] = optimizer * learns / ranks  # DeepSpeed copies the optimizer's share to write it
+    moved = {"none": (), "optimizer": ("optimizer", "gradients"), "all": ("optimizer", "gradients", "weights")}[
+        engine.offload
+    ]
     for part in moved:
         parts["host"] += parts[part]
         parts[part] = 0.0

@@ -1,18 +1,16 @@
 """`fewstep plan`: what would run, and what it would need; nothing is written and no weights are read."""
 
-import os
 import shutil
 from pathlib import Path
 
-from fewstep.distill.chain import chain
+from fewstep.distill import fit
+from fewstep.distill.chain import TRAINED, chain
 from fewstep.distill.checks import check
-from fewstep.distill.estimate import estimate, seconds, this_machine, trainable
+from fewstep.distill.estimate import estimate, machine_for, seconds, trainable
 from fewstep.distill.recipe import Recipe
 from fewstep.runstore import StageFolder
 from fewstep.teachers.load import describe
 from fewstep.teachers.prompts import read_prompts
-
-FIGURES = ("tokens", "flops", "memory_gb", "disk_gb", "seconds")
 
 
 def plan(recipe: Recipe, runs: Path) -> dict:
@@ -25,8 +23,8 @@ def plan(recipe: Recipe, runs: Path) -> dict:
     states = {name: _state(runs / stage.folder) for name, stage in stages.items()}
     check(recipe, stages, runs, [name for name, state in states.items() if state != "complete"])
     facts = describe(recipe.teacher.model, recipe.teacher.revision)
-    machine = this_machine()
-    needs = estimate(recipe, facts)
+    machine = machine_for(recipe)
+    needs = estimate(recipe, facts, machine.gpu)
     rows = []
     for name, stage in stages.items():
         need = needs[name]
@@ -34,12 +32,14 @@ def plan(recipe: Recipe, runs: Path) -> dict:
             "tokens": need.tokens,
             "flops": need.flops,
             "memory_gb": round(need.memory / 1e9, 2),
+            "memory_parts_gb": {part: round(size / 1e9, 3) for part, size in need.parts.items() if size},
             "disk_gb": round(need.disk / 1e9, 4),
-            "seconds": round(seconds(need, facts, machine)),
+            "seconds": round(seconds(need, facts, machine) / (recipe.plan.ranks if name in TRAINED else 1)),
         }
         rows.append({"stage": name, "hash": stage.hash, "folder": stage.folder, "state": states[name], **figures})
     left = [row for row in rows if row["state"] != "complete"]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    hours = sum(row["seconds"] * (recipe.plan.ranks if row["stage"] in TRAINED else 1) for row in left) / 3600
+    price = recipe.plan.price_per_hour
     free = runs.resolve()
     while not free.exists():
         free = free.parent
@@ -57,14 +57,33 @@ def plan(recipe: Recipe, runs: Path) -> dict:
             "peak_memory_gb": max((row["memory_gb"] for row in left), default=0.0),
             "disk_gb": round(sum(row["disk_gb"] for row in left), 4),
             "seconds": sum(row["seconds"] for row in left),
-            "device_hours": round(sum(row["seconds"] for row in left) / 3600, 3),
+            "device_hours": round(hours, 3),
+            "cost": None if price is None else round(price * hours, 2),
         },
         "machine": {
+            "name": machine.name,
+            "ranks": recipe.plan.ranks,
             "assumption": machine.assumption,
-            "memory_gb": round(memory, 1),
+            "memory_gb": None if machine.memory is None else round(machine.memory / 1e9, 1),
             "disk_free_gb": round(shutil.disk_usage(free).free / 1e9, 1),
         },
+        "refused": _refusal(recipe, needs, facts, machine, {row["stage"] for row in left}),
     }
+
+
+def _refusal(recipe: Recipe, needs: dict, facts: dict, machine, left: set[str]) -> str | None:
+    """Return why the training that is left cannot fit, and the smallest change with which it would."""
+    stage = fit.too_large(recipe, needs, machine)
+    if stage is None or stage not in left:
+        return None
+    parts = sorted(needs[stage].parts.items(), key=lambda part: -part[1])[:2]
+    most = ", ".join(f"{_gigabytes(size / 1e9)} of {part}" for part, size in parts)
+    change = fit.smallest_change(recipe, stage, facts, machine)
+    fix = "no change of one key is enough" if change is None else f"the smallest change: {fit.as_overrides(change)}"
+    return (
+        f"{stage} needs {_gigabytes(needs[stage].memory / 1e9)} a rank ({most}), {machine.name} has "
+        f"{_gigabytes((machine.memory or 0) / 1e9)}; {fix}"
+    )
 
 
 def _state(folder: Path) -> str:
@@ -100,16 +119,25 @@ def as_text(facts: dict) -> str:
     lines += [
         "",
         f"left to run: {total['stages']} stages, {_flops(total['flops'])} FLOPs, about {_time(total['seconds'])} "
-        f"({total['device_hours']} device hours), {_gigabytes(total['peak_memory_gb'])} of memory at the peak, "
+        f"({total['device_hours']} device hours{_cost(total['cost'])}), {_gigabytes(total['peak_memory_gb'])} of memory at the peak, "
         f"{_gigabytes(total['disk_gb'])} of disk in {facts['runs']}",
-        f"assumed: {machine['assumption']}; full-length answers; here are {machine['memory_gb']} GB of memory "
+        f"assumed: {machine['assumption']}{_ranks(machine['ranks'])}; full-length answers; "
+        f"{'unknown' if machine['memory_gb'] is None else machine['memory_gb']} GB of memory a device "
         f"and {machine['disk_free_gb']} GB of free disk",
     ]
-    if total["peak_memory_gb"] > machine["memory_gb"]:
-        lines.append(
-            "the estimate exceeds this machine's memory: lower batch_tokens, raise gradient_accumulation_steps or use lora"
-        )
+    for row in facts["stages"]:
+        if row["stage"] in TRAINED:
+            parts = ", ".join(f"{part} {_gigabytes(size)}" for part, size in row["memory_parts_gb"].items())
+            lines.append(f"memory of {row['stage']}, a rank: {parts}")
     return "\n".join(lines)
+
+
+def _cost(cost: float | None) -> str:
+    return "" if cost is None else f", {cost:,.2f} by plan.price_per_hour"
+
+
+def _ranks(ranks: int) -> str:
+    return "" if ranks == 1 else f", {ranks} of them for training"
 
 
 def _count(number: float | None) -> str:

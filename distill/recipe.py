@@ -21,6 +21,7 @@ from fewstep.distill.config import (
     AdaptConfig,
     DistillConfig,
     EngineConfig,
+    PlanConfig,
     PublishConfig,
     TrackConfig,
     check_training,
@@ -51,6 +52,7 @@ class Recipe(Config):
     eval: EvalConfig = EvalConfig()
     track: TrackConfig = TrackConfig()
     publish: PublishConfig = PublishConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self):

@@ -1,6 +1,7 @@
 """The plan: the hashes that a run will use, states, and estimates of the right size, without weights."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fewstep.distill import fit, memory
+from fewstep.distill.cli import _exit_code
+from fewstep.distill.config import AdaptConfig, EngineConfig
 from fewstep.distill.estimate import Machine, estimate, seconds, trainable
 from fewstep.distill.pipeline import run
 from fewstep.distill.plan import as_text, plan
@@ -56,7 +60,7 @@ def test_on_policy_rounds_cost_their_decoding_and_the_teacher(recipe_file):
         estimate(load_recipe(recipe_file, ["distill.order=noise", *extra]), SMOL)["distill"]
         for extra in ([], ["distill.on_policy={rounds: 2, prompts: 100}"])
     )
-    assert rounds.memory - plain.memory == 4 * SMOL["num_parameters"]
+    assert rounds.parts["teacher"] == 4 * SMOL["num_parameters"] and "teacher" not in plain.parts
     assert rounds.tokens == plain.tokens and rounds.forwards > plain.forwards
     positions = (rounds.flops - plain.flops) / (2 * SMOL["num_parameters"])
     assert 200 * 32 < positions < 200 * 32 * 10  # every text of up to 32 tokens, a few forwards a block
@@ -90,6 +94,94 @@ def test_time_is_arithmetic_or_memory_whichever_is_longer(recipe_file):
     assert seconds(needs["adapt"], SMOL, slow) > needs["adapt"].flops / 1e9
     # However fast the arithmetic, each token of a lone answer streams all weights through memory once.
     assert seconds(needs["targets"], SMOL, fast) > 32 * 4 * SMOL["num_parameters"] / 1e10
+
+
+BF16 = EngineConfig(precision="bf16")
+LLAMA_8B = {"num_parameters": 8_030_261_248, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+            "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_states_are_those_of_deepspeeds_own_estimators(stage, offload, ranks):
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    if offload == "all" and stage == 2:
+        pytest.skip("offloads no weights")
+    total, largest = LLAMA_8B["num_parameters"], memory.largest_layer(LLAMA_8B)
+    moved = dict(cpu_offload=offload != "none")
+    if stage == 2:
+        _, wanted = estimate_zero2_model_states_mem_needs(total, ranks, 1, **moved)
+    else:
+        _, wanted, _ = estimate_zero3_model_states_mem_needs(total, largest, ranks, 1, cpu_offload_params=offload == "all", **moved)  # fmt: skip
+    engine = BF16.model_copy(update={"zero_stage": stage, "offload": offload})
+    parts = memory.training_memory(AdaptConfig(), engine, LLAMA_8B, total, 512, ranks, gpu=True)
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_rows_of_logits_are_as_many_as_the_loss_takes_at_once():
+    from fewstep.kernels import linear_rows_loss
+
+    assert memory.CHUNK_ROWS == linear_rows_loss.CHUNK_ROWS  # the plan does without torch
+
+
+def test_what_autograd_keeps_of_a_layer_is_what_the_estimate_counts():
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fewstep.students.layout import body_hidden
+    from tests.distill.test_packing import draw, lay
+
+    batch = lay(draw("block"), "block", None)
+
+    def kept(hidden, inner, layers):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+        own, seen = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+        def pack(t):
+            if t.untyped_storage()._cdata not in own:
+                seen[t.untyped_storage()._cdata] = (t.untyped_storage().nbytes(), t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            body_hidden(model, batch, "block")
+        return sum(size for size, _ in seen.values())
+
+    for hidden, inner in ((64, 176), (192, 528), (256, 512)):
+        a_layer = (kept(hidden, inner, 2) - kept(hidden, inner, 1)) / batch.ids.numel() / 4
+        assert memory.HIDDEN_KEPT * hidden + memory.INNER_KEPT * inner == pytest.approx(a_layer, rel=0.05)
+
+
+def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would(recipe_file, tmp_path, monkeypatch, capsys):
+    from fewstep.distill import plan as plan_module
+
+    monkeypatch.setattr(plan_module, "describe", lambda *_: {**LLAMA_8B, "model_type": "llama", "context_length": 8192})
+    keys = ["adapt.batch_tokens=32768", "plan.device=H100", "plan.price_per_hour=2.5"]
+    refused = plan(load_recipe(recipe_file, keys), tmp_path)["refused"]
+    assert refused.startswith("adapt needs ") and "H100 has 80.0 GB" in refused
+    asked = refused.split("the smallest change: ")[1]
+    parts = re.findall(r'\S+=(?:"[^"]*"|\S+)', asked)
+    fits = plan(load_recipe(recipe_file, [*keys, *(part.replace('"', "") for part in parts)]), tmp_path)
+    assert fits["refused"] is None or not fits["refused"].startswith("adapt")
+    assert _exit_code(["plan", str(recipe_file), *keys, "--runs", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "the smallest change" in said.err and "by plan.price_per_hour" in said.out
+
+
+def test_smaller_changes_come_first(recipe_file):
+    recipe = load_recipe(recipe_file, ["adapt.batch_tokens=32768"])
+    need = estimate(recipe, SMOL)["adapt"].memory
+    for share, wanted in (
+        (0.9, {"adapt.gradient_accumulation_steps": 2}),
+        (0.4, {"adapt.gradient_accumulation_steps": 4}),
+    ):
+        machine = Machine("cpu", 1e9, False, "", share * need / fit.FILL)
+        assert fit.smallest_change(recipe, "adapt", SMOL, machine) == wanted
+    lora = fit.smallest_change(recipe, "adapt", SMOL, Machine("cpu", 1e9, False, "", 2.2e9))
+    assert lora["adapt.lora"] == {"rank": 64} and "engine.activation_checkpointing" in lora
+    assert fit.smallest_change(recipe, "adapt", SMOL, Machine("cpu", 1e9, False, "", 1e8)) is None
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -18,7 +18,7 @@ from fewstep.eval.config import EVAL_VERSION, REPORT_VERSION
 from fewstep.runstore import stage_hash
 from fewstep.teachers.config import TARGETS_VERSION, PromptsConfig
 from fewstep.teachers.load import teacher_fingerprint
-from fewstep.teachers.prompts import prompts_fingerprint
+from fewstep.teachers.prompts import Prompt, prompts_fingerprint, read_prompts
 
 # A stage's number stands in its room's config.py and is raised when the same recipe would give other outputs.
 VERSIONS = {
@@ -31,6 +31,11 @@ VERSIONS = {
 }
 STAGES = tuple(VERSIONS)
 TRAINED = ("adapt", "distill")
+# Keys that came later, with the value at which they change nothing: left out of the hash where they have it, so that
+# a new key runs no finished stage again.
+LATER: dict[str, dict[str, Any]] = {
+    "prompts": {"hf": None, "reasoning_gym": None, "dedupe": False, "decontaminate": None},
+}
 NOT_HASHED = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}  # cadence: how often, not what
 
 
@@ -66,12 +71,13 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
         digest = stage_hash(name, VERSIONS[name], config, inputs, list(upstream.values()))
         stages[name] = Stage(name, config, inputs, upstream, digest)
 
+    tasks = {f"tasks.{i}": _task_fingerprint(i, task) for i, task in enumerate(recipe.eval.tasks)}
     engine = recipe.engine.model_dump(mode="json", include={"precision", "threads"})
     add(
         "targets",
         {
             "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
-            "prompts": recipe.prompts.model_dump(mode="json", exclude={"path"}),
+            "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude={"path"})),
             "targets": recipe.targets.model_dump(
                 mode="json", by_alias=True, exclude={"few_shot": True, "keep": {"json_schema"}}
             ),
@@ -80,6 +86,7 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
         {
             "teacher": teacher_fingerprint(recipe.teacher.model, recipe.teacher.revision),
             "prompts": prompts_fingerprint(recipe.prompts, recipe.targets),
+            **(tasks if recipe.prompts.decontaminate else {}),
         },
     )
     student = recipe.student.model_dump(mode="json", exclude={"base"})
@@ -93,7 +100,6 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
     if recipe.distill is not None:
         config = {"student": student, "distill": _trained(recipe.distill), "engine": engine}
         add("distill", config, {}, "targets", "adapt")
-    tasks = {f"tasks.{i}": _task_fingerprint(i, task) for i, task in enumerate(recipe.eval.tasks)}
     config = recipe.eval.model_dump(mode="json", exclude={"tasks": {"__all__": {"path"}}})
     add("eval", {"eval": config, "threads": recipe.engine.threads}, tasks, "targets", "adapt", "distill")
     add("report", {"name": recipe.name}, {}, "targets", "adapt", "distill", "eval")
@@ -103,8 +109,19 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
     return stages
 
 
+def _without_later(section: str, config: dict) -> dict:
+    neutral = LATER[section]
+    return {key: value for key, value in config.items() if key not in neutral or value != neutral[key]}
+
+
 def _trained(config: Any) -> dict:
     return config.model_dump(mode="json", by_alias=True, exclude=NOT_HASHED)
+
+
+def evaluation_prompts(recipe: Recipe) -> list[Prompt]:
+    """Return the prompts of every evaluation task."""
+    tasks = (PromptsConfig(path=task.path, field=task.field, limit=task.limit) for task in recipe.eval.tasks)
+    return [prompt for task in tasks for prompt in read_prompts(task)]
 
 
 def _task_fingerprint(place: int, task: Any) -> str:

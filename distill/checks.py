@@ -70,7 +70,7 @@ def _names_are_known(recipe: Recipe) -> None:
     if recipe.prompts.checker is not None:
         _one_of("prompts.checker", recipe.prompts.checker, sorted(CHECKERS))
     make_filter(recipe.prompts, recipe.targets)
-    check_references(recipe.prompts.checker, read_prompts(recipe.prompts), recipe.prompts.path)
+    check_references(recipe.prompts.checker, read_prompts(recipe.prompts), recipe.prompts.place)
     for place, task in enumerate(recipe.eval.tasks):
         _one_of(f"eval.tasks.{place}.name", task.name, _files_of("eval", "tasks"))
         tasks_by_name.find(task.name).load(task.path, task.field, task.limit)
@@ -108,7 +108,7 @@ def _prompts_fit(recipe: Recipe, context: int | None) -> None:
         few_shot,
         context,
         answer,
-        f"{recipe.prompts.path}",
+        recipe.prompts.place,
         "targets.max_new_tokens",
     )
     answer = recipe.eval.max_new_tokens or answer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fewstep import machine
-from fewstep.distill.chain import TRAINED, VERSIONS, Stage, chain, portable
+from fewstep.distill.chain import TRAINED, VERSIONS, Stage, chain, evaluation_prompts, portable
 from fewstep.distill.checks import check
 from fewstep.distill.recipe import Recipe
 from fewstep.errors import UserError
@@ -27,7 +27,8 @@ from fewstep.teachers.load import SAVED, plain_weights
 def _targets(recipe: Recipe, folders: dict[str, Path]) -> dict:
     from fewstep.teachers.collect import run
 
-    return run(folders["targets"], recipe.teacher, recipe.prompts, recipe.targets, recipe.seed)
+    avoid = evaluation_prompts(recipe) if recipe.prompts.decontaminate else None
+    return run(folders["targets"], recipe.teacher, recipe.prompts, recipe.targets, recipe.seed, avoid)
 
 
 def _adapt(recipe: Recipe, folders: dict[str, Path]) -> dict:

@@ -23,7 +23,7 @@ from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
 from fewstep.teachers.generate import Generation, Prefix, generate, prefill_prefix, row_seed, shared_prefix
 from fewstep.teachers.load import SAVED, describe, kind_of, load_for_stage, load_tokenizer
-from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts, split
+from fewstep.teachers.prompts import Prompt, contaminated, read_few_shot, read_prompts, split
 
 
 @dataclass
@@ -34,14 +34,23 @@ class Work:
     student_ids: list[list[int]]  # what the student will see
     teacher_ids: list[list[int]]  # the same behind the system prompt and the examples
     rules: Filter
+    contaminated: dict[str, str]  # id → what it shares with evaluation; these are not among `prompts`
 
 
-def run(folder: Path, teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfig, seed: int) -> dict:
+def run(
+    folder: Path,
+    teacher: TeacherConfig,
+    prompts: PromptsConfig,
+    targets: TargetsConfig,
+    seed: int,
+    avoid: list[Prompt] | None = None,
+) -> dict:
     """Write the targets of one recipe into `folder`, or those that are missing there.
 
     Args:
         folder: the stage's own folder, which exists and is locked.
         seed: of the noise, when answers are drawn.
+        avoid: prompts of evaluation, for `prompts.decontaminate`.
 
     Returns:
         The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length.
@@ -58,7 +67,7 @@ def run(folder: Path, teacher: TeacherConfig, prompts: PromptsConfig, targets: T
     saved = folder / SAVED
     info = describe(teacher.model, teacher.revision)
     tokenizer = load_tokenizer(str(saved)) if saved.is_dir() else load_tokenizer(teacher.model, teacher.revision)
-    work = prepare(tokenizer, info, prompts, targets)
+    work = prepare(tokenizer, info, prompts, targets, avoid)
 
     starts = range(0, len(work.prompts), targets.shard_size)
     missing = [
@@ -78,19 +87,29 @@ def run(folder: Path, teacher: TeacherConfig, prompts: PromptsConfig, targets: T
     return _finish(folder, work, teacher.model, prompts, targets, len(starts))
 
 
-def prepare(tokenizer: Any, info: dict, prompts: PromptsConfig, targets: TargetsConfig) -> Work:
+def prepare(
+    tokenizer: Any, info: dict, prompts: PromptsConfig, targets: TargetsConfig, avoid: list[Prompt] | None = None
+) -> Work:
     """Read and encode the prompts and check every rule that needs no model.
 
     Args:
         tokenizer: the teacher's.
         info: what `load.describe` says of the teacher.
+        avoid: prompts of evaluation, for `prompts.decontaminate`.
 
     Raises:
         UserError: a broken file, a rule that cannot be applied, or a prompt that does not fit into the context.
     """
     rules = make_filter(prompts, targets)
     rows = read_prompts(prompts)
-    check_references(prompts.checker, rows, prompts.path)
+    shared = contaminated(rows, avoid, prompts.decontaminate.words) if prompts.decontaminate and avoid else {}
+    rows = [row for row in rows if row.id not in shared]
+    if not rows:
+        raise UserError(
+            f"prompts.decontaminate: all {len(shared)} prompts of {prompts.place} share {prompts.decontaminate.words} words "  # type: ignore[union-attr]
+            "with evaluation; give others, or raise words"
+        )
+    check_references(prompts.checker, rows, prompts.place)
     student_ids = [encode_prompt(tokenizer, row.messages) for row in rows]
     teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets)
     limit = info["context_length"]
@@ -100,10 +119,10 @@ def prepare(tokenizer: Any, info: dict, prompts: PromptsConfig, targets: Targets
             first = long[0]
             more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
             raise UserError(
-                f"{prompts.path}, line {rows[first].line}: its prompt has {len(teacher_ids[first])} tokens{more}; with "
+                f"{prompts.place}, line {rows[first].line}: its prompt has {len(teacher_ids[first])} tokens{more}; with "
                 f"targets.max_new_tokens {targets.max_new_tokens} the teacher's context of {limit} is exceeded; shorten one of them"
             )
-    return Work(rows, student_ids, teacher_ids, rules)
+    return Work(rows, student_ids, teacher_ids, rules, shared)
 
 
 def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
@@ -226,7 +245,10 @@ def _finish(
 ) -> dict:
     """Add up the shards' notes, write drops.json, and refuse targets that nothing can be learned from."""
     notes = [_notes(folder, i) for i in range(num_shards)]
-    dropped = [row for note in notes for row in note["dropped"]]
+    dropped = [
+        {"sample_id": i, "reason": "contaminated", "text": words[:400]} for i, words in work.contaminated.items()
+    ]
+    dropped += [row for note in notes for row in note["dropped"]]
     reasons = dict(Counter(row["reason"] for row in dropped).most_common())
     write_atomic(folder / "drops.json", json.dumps({"counts": reasons, "rows": dropped}, indent=1))
     kept = Counter()

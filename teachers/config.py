@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from fewstep.schema import Config
 
+# Endings of prompt files → the kind of their source.
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}  # fmt: skip
 TARGETS_VERSION = 1  # raised when the same inputs would give other shards: the stage and all after it run again
 
 
@@ -20,17 +22,69 @@ class TeacherConfig(Config):
     )
 
 
-class PromptsConfig(Config):
-    """What the teacher is asked."""
+class HubPromptsConfig(Config):
+    """A dataset on the Hugging Face Hub."""
 
-    source: Literal["jsonl"] = Field("jsonl", description="kind of the prompt source")
-    path: Path = Field(description="a JSONL file, relative to the recipe")
+    name: str = Field(description="owner/name")
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = Field(None, description="a commit")
+
+
+class GymPromptsConfig(Config):
+    """A reasoning-gym task; its entries' answers become the rows' `reference`."""
+
+    name: str = Field(description="a reasoning-gym dataset, such as chain_sum")
+    seed: int = 0
+    size: int = Field(1000, ge=1, description="how many entries")
+    settings: dict[str, int | float | bool | str] = Field({}, description="the dataset's own, such as {min_terms: 3}")
+
+
+class DecontaminateConfig(Config):
+    """Leave out prompts that share text with the recipe's evaluation tasks; what is left out is counted and listed."""
+
+    words: int = Field(
+        13, ge=1, description="a prompt is left out that shares so many words in a row with one of evaluation"
+    )
+
+
+class PromptsConfig(Config):
+    """What the teacher is asked: rows of a file, of a Hub dataset, or of a reasoning-gym task."""
+
+    source: Literal["jsonl", "json", "csv", "parquet", "text"] = Field(
+        "jsonl", description="kind of the file; where it is not given, the ending of path says it"
+    )
+    path: Path | None = Field(None, description="a file of prompts, relative to the recipe")
+    hf: HubPromptsConfig | None = Field(None, description="in place of path: a Hub dataset")
+    reasoning_gym: GymPromptsConfig | None = Field(None, description="in place of path: a reasoning-gym task")
     field: str = Field("instruction", description="the key of a row that holds the user's message")
     limit: int | None = Field(None, ge=1, description="use only the first rows")
     held_out: float = Field(0.05, ge=0.0, lt=1.0, description="share of the prompts kept for the held-out loss")
+    dedupe: bool = Field(False, description="keep the first of prompts that differ in case and spaces alone")
+    decontaminate: DecontaminateConfig | None = Field(None, description="null: nothing is left out")
     checker: str | None = Field(
         None, description="scores the teacher's answers against the rows' `reference`: answer, booking, exact, json"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_ending(cls, value):
+        if isinstance(value, dict) and "source" not in value and value.get("path") is not None:
+            kind = SUFFIXES.get(Path(value["path"]).suffix.lower())
+            return value if kind in (None, "jsonl") else {**value, "source": kind}
+        return value
+
+    @model_validator(mode="after")
+    def _one_place(self):
+        given = [key for key in ("path", "hf", "reasoning_gym") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no source'}; give one of path, hf and reasoning_gym")
+        return self
+
+    @property
+    def place(self) -> str:
+        """Return the source's name, for messages."""
+        return str(self.path or (self.hf or self.reasoning_gym).name)  # type: ignore[union-attr]
 
 
 class KeepConfig(Config):

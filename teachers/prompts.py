@@ -1,4 +1,4 @@
-"""Prompts: rows of a JSONL file, each with a stable id; no torch here, `plan` imports this."""
+"""Prompts: rows of a source, each with a stable id; no torch here, `plan` imports this."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from typing import Any
 
 from fewstep.errors import UserError
 from fewstep.teachers.config import PromptsConfig, TargetsConfig
+from fewstep.teachers.sources import read_jsonl, read_rows
 
 ROLES = ("system", "user", "assistant")
 _REPEATED = re.compile(r"([0-9a-f]{16})-\d+")  # an id of our own for a message that came before
@@ -25,39 +26,73 @@ class Prompt:
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the prompts of `config.path`, in file order.
+    """Return the prompts of a source, in its order.
 
-    A row is a JSON object. `config.field` holds the user's message, or a list of role/content
-    messages that ends with the user's. `id` (text or integer) and `reference` (any JSON) are optional;
-    without an id a row is named by the hash of its messages.
+    `config.field` of a row holds the user's message, or a list of role/content messages that ends with the
+    user's. `id` (text or integer) and `reference` (any JSON) are optional; without an id a row is named by the hash
+    of its messages.
 
     Raises:
-        UserError: no such file, no rows, or a row that breaks a rule, by line number.
+        UserError: no such source, no rows, or a row that breaks a rule, by line number.
     """
     prompts: list[Prompt] = []
-    lines: dict[str, int] = {}  # id -> line
+    places: dict[str, str] = {}  # id -> where it was given
     repeats: dict[str, int] = {}
-    for number, row in read_jsonl(config.path, config.limit):
-        where = f"{config.path}, line {number}"
+    seen: set[str] = set()
+    for where, number, row in read_rows(config):
         if config.field not in row:
             names = ", ".join(f"`{name}`" for name in list(row)[:6]) or "none"
             raise UserError(
                 f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message"
             )
         messages = _messages(row[config.field], where, config.field)
+        if config.dedupe:
+            alike = _sha256([[m["role"], " ".join(m["content"].lower().split())] for m in messages])
+            if alike in seen:
+                continue
+            seen.add(alike)
         prompt_id = _given_id(row, where)
         if prompt_id is None:
             prompt_id = _sha256(messages)[:16]
             repeats[prompt_id] = repeats.get(prompt_id, 0) + 1
             if repeats[prompt_id] > 1:
                 prompt_id = f"{prompt_id}-{repeats[prompt_id]}"
-        if prompt_id in lines:
-            raise UserError(f"{where}: id {prompt_id!r} was given on line {lines[prompt_id]} already; ids must differ")
-        lines[prompt_id] = number
+        if prompt_id in places:
+            raise UserError(f"{where}: id {prompt_id!r} was given in {places[prompt_id]} already; ids must differ")
+        places[prompt_id] = where.rpartition(", ")[2]
         prompts.append(Prompt(prompt_id, messages, row.get("reference"), number))
     if not prompts:
-        raise UserError(f"{config.path}: holds no prompts; write one JSON object with `{config.field}` per line")
+        raise UserError(f"{config.place}: holds no prompts; write one JSON object with `{config.field}` per line")
     return prompts
+
+
+def contaminated(prompts: list[Prompt], avoid: list[Prompt], words: int) -> dict[str, str]:
+    """Return id → the shared words, of prompts that share so many words in a row with one of `avoid`.
+
+    A prompt of fewer words is compared whole. Case and punctuation do not count.
+    """
+    runs: set[tuple[str, ...]] = set()
+    short: set[tuple[str, ...]] = set()
+    for prompt in avoid:
+        said = _words(prompt)
+        runs.update(tuple(said[i : i + words]) for i in range(len(said) - words + 1))
+        short.add(tuple(said))
+    found = {}
+    for prompt in prompts:
+        said = _words(prompt)
+        if len(said) < words:
+            if said and tuple(said) in short:
+                found[prompt.id] = " ".join(said)
+            continue
+        shared = next((run for i in range(len(said) - words + 1) if (run := tuple(said[i : i + words])) in runs), None)
+        if shared is not None:
+            found[prompt.id] = " ".join(shared)
+    return found
+
+
+def _words(prompt: Prompt) -> list[str]:
+    said = " ".join(m["content"] for m in prompt.messages if m["role"] == "user")
+    return re.findall(r"\w+", said.lower())
 
 
 def read_few_shot(path: Path | None) -> list[dict]:
@@ -80,48 +115,6 @@ def read_few_shot(path: Path | None) -> list[dict]:
             f"{path}: holds no turns; write one {{user, assistant}} object per line or remove targets.few_shot"
         )
     return messages
-
-
-def read_jsonl(path: Path, limit: int | None = None) -> list[tuple[int, dict]]:
-    """Return (line number, object) of each row; a BOM is skipped, and only line feeds end a line.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a UTF-8 JSON object.
-    """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        reason = "is a folder" if isinstance(error, IsADirectoryError) else (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be read ({reason}); give a JSONL file, relative to the recipe") from None
-    rows: list[tuple[int, dict]] = []
-    # Bytes are split, not text: str.splitlines would cut a row at U+2028, which JSON allows inside strings.
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if limit is not None and len(rows) >= limit:
-            break
-        if not raw.strip():
-            continue
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
-            ) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object per line"
-            ) from None
-        except ValueError as error:
-            raise UserError(
-                f"{path}, line {number}: cannot be read as JSON ({error}); write one object per line"
-            ) from None
-        except RecursionError:
-            raise UserError(f"{path}, line {number}: nested too deeply to be read; write a flat object") from None
-        if not isinstance(row, dict):
-            raise UserError(
-                f'{path}, line {number}: a {type(row).__name__} where a JSON object is needed; write {{"field": value}}'
-            )
-        rows.append((number, row))
-    return rows
 
 
 def split(prompt_id: str, held_out: float) -> str:

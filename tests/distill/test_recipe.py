@@ -70,7 +70,7 @@ def test_teacher_model_is_a_path_only_where_one_is_meant(recipe_file, model, loc
         ("engine.name=dspeed", ["engine.name", "got 'dspeed'", "'deepspeed' or 'plain'"]),
         ("student.mask_token=foo", ["student.mask_token", "got 'foo'", "'auto' or must be a valid integer"]),
         ("prompts=null", ["prompts:", "got null", "a mapping of keys"]),
-        ("prompts={}", ["prompts.path: missing", "add it"]),
+        ("prompts={}", ["give one of path, hf and reasoning_gym"]),
         ("name=a b", ["name", "got 'a b'", "must match"]),
         ("seed.x=1", ["seed", "got {'x': 1}"]),
         ("name.x=1", ["name.x: name is 'tiny', which has no keys"]),

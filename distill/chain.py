@@ -35,6 +35,8 @@ TRAINED = ("adapt", "distill")
 # a new key runs no finished stage again.
 LATER: dict[str, dict[str, Any]] = {
     "prompts": {"hf": None, "reasoning_gym": None, "dedupe": False, "decontaminate": None},
+    "targets": {"samples": 1, "attempts": 1},
+    "keep": {"loops": None, "refusals": True, "script": None},
 }
 NOT_HASHED = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}  # cadence: how often, not what
 
@@ -78,9 +80,7 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
         {
             "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
             "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude={"path"})),
-            "targets": recipe.targets.model_dump(
-                mode="json", by_alias=True, exclude={"few_shot": True, "keep": {"json_schema"}}
-            ),
+            "targets": _targets(recipe),
             "threads": recipe.engine.threads,
         },
         {
@@ -107,6 +107,11 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
         publish = recipe.publish.model_dump(mode="json")
         add("publish", {"publish": publish}, {}, "adapt", "distill", "eval", "report")
     return stages
+
+
+def _targets(recipe: Recipe) -> dict:
+    config = recipe.targets.model_dump(mode="json", by_alias=True, exclude={"few_shot": True, "keep": {"json_schema"}})
+    return _without_later("targets", config | {"keep": _without_later("keep", config["keep"])})
 
 
 def _without_later(section: str, config: dict) -> dict:

@@ -18,7 +18,8 @@ from fewstep.runstore import require_disk
 from fewstep.students.families import PROBED
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.filters import check_references, make_filter
-from fewstep.teachers.load import describe, kind_of, load_config, plain_weights
+from fewstep.teachers.licences import check_licence
+from fewstep.teachers.load import describe, kind_of, licence, load_config, plain_weights
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts
 
 TEMPLATE_ROOM = 96  # tokens that a chat template may add around the messages; beyond it the template is applied
@@ -45,6 +46,9 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
             plain_weights(str(recipe.student.base))
     if "adapt" in todo:
         _converts(recipe)
+    if "targets" in todo:
+        given = recipe.teacher
+        check_licence(given.model, licence(given.model, given.revision), given.acknowledge)
     if "targets" in todo or "eval" in todo:
         _prompts_fit(recipe, facts["context_length"])
     sizes = estimate(recipe, facts)

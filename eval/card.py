@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from fewstep.eval import verdict
-from fewstep.eval.markup import visible
+from fewstep.markup import visible
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -146,7 +146,10 @@ def _origin(content: dict, base: str | None, teacher: str) -> str:
     lines = [f"- Teacher: {teacher}"]
     if not base:
         lines.append("- The header names no `base_model`: the teacher was a local file, which the Hub cannot link.")
-    lines.append("- Licence: the teacher's licence and its conditions apply to this student too.")
+    licence = content["stages"].get("targets", {}).get("licence") or {}
+    named = f" ({plain(licence['name'])})" if licence.get("name") else ""
+    asks = f" It asks: {plain(licence['conditions'])}." if licence.get("conditions") else ""
+    lines.append(f"- Licence: the teacher's licence{named} and its conditions apply to this student too.{asks}")
     lines += [f"- Stage {plain(stage)}: `{plain(m['hash'])}`" for stage, m in content["stages"].items()]
     lines += [
         f"- Task {plain(t['name'])} version {t['version']}, prompt hash `{plain(t['prompt_hash'])}`"

@@ -3,8 +3,8 @@
 import yaml
 
 from fewstep.eval import verdict
-from fewstep.eval.markup import facts, section, tag, text
 from fewstep.eval.tables import cell, head_cell, row_name
+from fewstep.markup import facts, section, tag, text
 
 METRICS = {
     "acceptance": "Acceptance (overlap of draft and verify distributions)",

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from fewstep import runstore
 from fewstep.eval import card, plots, verdict
 from fewstep.eval.config import REPORT_VERSION
-from fewstep.eval.markup import page, section, tag, text
 from fewstep.eval.provenance import definitions, effort_levels, not_measured, what_ran
 from fewstep.eval.samples import choose, sample_html
 from fewstep.eval.tables import SYSTEMS, Row, brackets, more_table, results_table, row_name
+from fewstep.markup import page, section, tag, text
 
 MARKS = {"threshold": "circle", "fixed": "square", "verify": "diamond", "ar": "ring", "factor": "up", "entropy": "down"}
 MARKS |= {"klass": "left", "margin": "right", "remask": "plus", "edit": "bar"}
@@ -246,7 +246,8 @@ def _line_key(i: int) -> str:
 
 def _stage_facts(manifest: dict) -> dict:
     kept = ("hash", "commit", "commits", "seed", "seconds", "started", "finished", "threads", "upstream")
-    return {key: manifest.get(key) for key in kept}
+    licence = (manifest.get("summary") or {}).get("licence")
+    return {key: manifest.get(key) for key in kept} | ({"licence": licence} if licence else {})
 
 
 def _held_out(runs: Path, stage: str, manifest: dict) -> dict[str, list[list[float]]]:
@@ -256,6 +257,6 @@ def _held_out(runs: Path, stage: str, manifest: dict) -> dict[str, list[list[flo
     for line in path.read_text().splitlines() if path.is_file() else []:
         record = json.loads(line)
         for name, value in record.items():
-            if name.startswith(HELD_OUT) and name != f"{HELD_OUT}accuracy":
+            if name.startswith(HELD_OUT) and not name.startswith(f"{HELD_OUT}accuracy"):
                 lines.setdefault(name.removeprefix(HELD_OUT), []).append([record["step"], value])
     return lines

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fewstep.eval.markup import tag, text
+from fewstep.markup import tag, text
 
 SCHEMA = pa.schema(
     [

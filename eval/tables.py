@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fewstep.eval import verdict
-from fewstep.eval.markup import tag, text
+from fewstep.markup import tag, text
 
 Row = dict[str, Any]
 

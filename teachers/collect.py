@@ -19,11 +19,12 @@ from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
 from fewstep.records import write_shard
 from fewstep.runstore import TEMPORARY, require_disk, write_atomic
+from fewstep.teachers import audit
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
-from fewstep.teachers.generate import Generation, Prefix, generate, prefill_prefix, row_seed, shared_prefix
-from fewstep.teachers.load import SAVED, describe, kind_of, load_for_stage, load_tokenizer
-from fewstep.teachers.prompts import Prompt, contaminated, read_few_shot, read_prompts, split
+from fewstep.teachers.generate import Generation, generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers.load import SAVED, describe, kind_of, licence, load_for_stage, load_tokenizer
+from fewstep.teachers.prompts import Prompt, contaminated, read_few_shot, read_prompts, sample_id, split
 
 
 @dataclass
@@ -76,7 +77,7 @@ def run(
         if not (_shard(folder, i).exists() and _shard(folder, i).with_suffix(".json").exists())
     ]
     converts = kind_of(teacher.model) == "gguf" and not saved.is_dir()
-    _require_disk(folder, info, targets, len(missing) * targets.shard_size, converts)
+    _require_disk(folder, info, targets, len(missing) * targets.shard_size * targets.samples, converts)
     if missing or converts:
         model, tokenizer = load_for_stage(teacher, folder)
         if converts:
@@ -84,7 +85,11 @@ def run(
             model, tokenizer = load_for_stage(teacher, folder)  # from now on what a resumed run would use
         _check_ids(work, model, teacher.model)
         _collect(folder, model, tokenizer, work, teacher.model, prompts, targets, seed, missing)
-    return _finish(folder, work, teacher.model, prompts, targets, len(starts))
+    summary = _finish(folder, work, teacher.model, prompts, targets, len(starts))
+    summary["licence"] = licence(teacher.model, teacher.revision).facts()
+    summary["prompts_from"] = Path(prompts.place).name if prompts.path else prompts.place
+    write_atomic(folder / "targets.html", audit.page_of(folder, teacher.model, summary))
+    return summary
 
 
 def prepare(
@@ -168,68 +173,107 @@ def _collect(
             bar.advance(num_prompts, note=f"{tokens / max(time.monotonic() - start, 1e-9):,.1f} tokens/s")
             signals.raise_if_stopped(f"targets stopped; finished shards are kept in {folder}")
 
+        def ask(wanted: list[Asked]) -> list[Generation]:
+            return generate(
+                model,
+                [work.teacher_ids[a.row] for a in wanted],
+                max_new_tokens=targets.max_new_tokens,
+                eos_ids=stops,
+                prefix=prefix,
+                temperature=targets.temperature,
+                seeds=[row_seed(seed, a.key(work.prompts)) for a in wanted],
+                top_logprobs=targets.top_logprobs,
+                batch_size=targets.batch_size,
+                on_batch=on_batch,
+            )
+
         for i, rows in shards.items():
-            answers = _answer(model, work, rows, stops, prefix, targets, seed, on_batch)
-            _write(folder, i, tokenizer, work, rows, answers, prompts)
+            judged = _judged(ask, tokenizer, work, rows, prompts, targets)
+            _write(folder, i, work, rows, judged, prompts)
             _stop_hopeless(folder, i, name, prompts, targets)
 
 
-def _answer(
-    model: Any,
-    work: Work,
-    rows: range,
-    stops: list[int],
-    prefix: Prefix,
-    targets: TargetsConfig,
-    seed: int,
-    on_batch: Any,
-) -> list[Generation]:
-    return generate(
-        model,
-        [work.teacher_ids[i] for i in rows],
-        max_new_tokens=targets.max_new_tokens,
-        eos_ids=stops,
-        prefix=prefix,
-        temperature=targets.temperature,
-        seeds=[row_seed(seed, work.prompts[i].id) for i in rows],
-        top_logprobs=targets.top_logprobs,
-        batch_size=targets.batch_size,
-        on_batch=on_batch,
-    )
+@dataclass(frozen=True)
+class Asked:
+    """One answer that the teacher is asked for: of which prompt, which of its samples, at which attempt."""
+
+    row: int
+    sample: int
+    attempt: int
+
+    def key(self, prompts: list[Prompt]) -> str:
+        """Return what its noise depends on, beside the seed."""
+        first = sample_id(prompts[self.row].id, self.sample)
+        return first if self.attempt == 0 else f"{first} attempt {self.attempt}"
 
 
-def _write(
-    folder: Path, shard: int, tokenizer: Any, work: Work, rows: range, answers: list[Generation], prompts: PromptsConfig
-) -> None:
-    """Filter and score one shard's answers; its notes land first, so that a shard is never without them."""
-    records, dropped, scores = [], [], []
-    for i, answer in zip(rows, answers):
-        prompt = work.prompts[i]
-        text = tokenizer.decode(answer.ids, skip_special_tokens=True)
-        score = None if prompts.checker is None else checkers.score(prompts.checker, text, prompt.reference)
-        if score is not None:
-            scores.append(score)
-        reason = drop_reason(work.rules, text, answer.finish_reason, score)
-        if reason is not None:
-            dropped.append({"sample_id": prompt.id, "reason": reason, "text": text[:400]})
+@dataclass
+class Judged:
+    """An answer, its text and score, and why it is dropped, if it is; `tokens` were written for it in all."""
+
+    asked: Asked
+    answer: Generation
+    text: str
+    score: float | None
+    reason: str | None
+    tokens: int
+
+
+def _judged(ask: Any, tokenizer: Any, work: Work, rows: range, prompts: PromptsConfig, targets: TargetsConfig) -> list[Judged]:  # fmt: skip
+    """Return an answer for each prompt and sample of a shard; one that is dropped is asked for again, as long as it may be."""
+    found: dict[tuple[int, int], Judged] = {}
+    wanted = [Asked(row, sample, 0) for row in rows for sample in range(targets.samples)]
+    for attempt in range(targets.attempts):
+        for asked, answer in zip(wanted, ask(wanted)):
+            prompt = work.prompts[asked.row]
+            text = tokenizer.decode(answer.ids, skip_special_tokens=True)
+            score = None if prompts.checker is None else checkers.score(prompts.checker, text, prompt.reference)
+            reason = drop_reason(work.rules, text, answer.finish_reason, score)
+            before = found.get((asked.row, asked.sample))
+            found[asked.row, asked.sample] = Judged(
+                asked, answer, text, before.score if before else score, reason, len(answer.ids) + (before.tokens if before else 0)
+            )  # fmt: skip
+        wanted = [Asked(j.asked.row, j.asked.sample, attempt + 1) for j in found.values() if j.reason is not None]
+        if not wanted:
+            break
+    said: set[tuple[int, str]] = set()
+    for judged in found.values():
+        if judged.reason is None and (judged.asked.row, judged.text) in said:
+            judged.reason = "repeated"
+        said.add((judged.asked.row, judged.text))
+    return list(found.values())
+
+
+def _write(folder: Path, shard: int, work: Work, rows: range, answers: list[Judged], prompts: PromptsConfig) -> None:
+    """Write one shard; its notes land first, so that a shard is never without them.
+
+    The teacher's score is that of its first attempts.
+    """
+    records, dropped = [], []
+    for judged in answers:
+        prompt, answer = work.prompts[judged.asked.row], judged.answer
+        own_id = sample_id(prompt.id, judged.asked.sample)
+        if judged.reason is not None:
+            dropped.append({"sample_id": own_id, "reason": judged.reason, "text": judged.text[:400]})
             continue
         records.append(
             {
-                "sample_id": prompt.id,
-                "prompt_ids": work.student_ids[i],
+                "sample_id": own_id,
+                "prompt_ids": work.student_ids[judged.asked.row],
                 "response_ids": answer.ids,
                 "finish_reason": answer.finish_reason,
                 "topk_ids": answer.topk_ids,
                 "topk_logprobs": answer.topk_logprobs,
                 "tail_mass": answer.tail_mass,
-                "text": text,
+                "text": judged.text,
                 "reference": "" if prompt.reference is None else json.dumps(prompt.reference),
                 "split": split(prompt.id, prompts.held_out),
             }
         )
+    scores = [j.score for j in answers if j.score is not None]
     notes = {
         "prompts": len(rows),
-        "generated_tokens": sum(len(a.ids) for a in answers),
+        "generated_tokens": sum(j.tokens for j in answers),
         "kept": dict(Counter(r["split"] for r in records)),
         "kept_tokens": sum(len(r["response_ids"]) for r in records),
         "score": sum(scores),

@@ -20,6 +20,10 @@ class TeacherConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
+    acknowledge: str | None = Field(
+        None,
+        description="the name of the teacher's licence, where it puts conditions on what is trained on its answers: you have read them and keep to them",
+    )
 
 
 class HubPromptsConfig(Config):
@@ -95,6 +99,13 @@ class KeepConfig(Config):
     json_schema: Path | None = Field(None, description="keep answers valid under this JSON schema file")
     regex: str | None = Field(None, description="keep answers that match in full")
     correct: bool = Field(False, description="keep answers that prompts.checker scores 1")
+    loops: int | None = Field(
+        None, ge=2, description="drop answers in which a run of words stands so many times in a row; 4 is a safe choice"
+    )
+    refusals: bool = Field(True, description="false: drop answers that begin as a refusal does")
+    script: str | None = Field(
+        None, description="keep answers whose letters are nine in ten of this Unicode script: latin, cyrillic, han, …"
+    )
 
 
 class TargetsConfig(Config):
@@ -103,6 +114,10 @@ class TargetsConfig(Config):
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0.0, description="0: greedy; log-probabilities are stored at T=1 whatever it is")
     top_logprobs: int = Field(16, ge=0, description="log-probabilities stored per token; 0: none (then no kd)")
+    samples: int = Field(1, ge=1, description="answers drawn for each prompt; those alike count once")
+    attempts: int = Field(
+        1, ge=1, description="an answer that `keep` drops is drawn again, until so many were (rejection sampling)"
+    )
     batch_size: int = Field(16, ge=1, description="prompts answered together")
     shard_size: int = Field(128, ge=1, description="prompts per Parquet shard: the unit of resuming")
     few_shot: Path | None = Field(
@@ -115,6 +130,13 @@ class TargetsConfig(Config):
         0.05, ge=0.0, le=1.0, description="a teacher below this score on its own task stops the run"
     )
     keep: KeepConfig = KeepConfig()
+
+    @model_validator(mode="after")
+    def _greedy_is_always_the_same(self):
+        for key in ("samples", "attempts"):
+            if getattr(self, key) > 1 and self.temperature == 0:
+                raise ValueError(f"{key}: {getattr(self, key)} greedy answers are one answer; set temperature above 0")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,7 @@
 """Which answers become targets; no torch here, so `plan` can check the rules."""
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from fewstep import checkers
@@ -8,6 +9,26 @@ from fewstep.errors import UserError
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig
 from fewstep.teachers.prompts import Prompt, read_schema
 
+LOOP_WORDS = 8  # the longest run of words that is looked for
+SCRIPT_SHARE = 0.9
+_REFUSAL = re.compile(
+    r"\s*(?:(?:i['’]?m|i am) (?:very |so |really )?sorry|sorry,|i apologi[sz]e|as an ai\b|as a (?:large )?language model|"
+    r"(?:i['’]?m|i am) (?:unable|not able)|i (?:can(?:no|['’])t|will not|won['’]t|am not able))",
+    re.IGNORECASE,
+)
+_SCRIPTS = (
+    "latin",
+    "cyrillic",
+    "greek",
+    "arabic",
+    "hebrew",
+    "devanagari",
+    "han",
+    "hiragana",
+    "katakana",
+    "hangul",
+    "thai",
+)
 _NO_REFERENCE = {"json"}  # checkers that look at the answer alone
 
 
@@ -38,6 +59,8 @@ def make_filter(prompts: PromptsConfig, targets: TargetsConfig) -> Filter:
     schema = read_schema(keep.json_schema)
     if schema is not None:
         checkers.schema_errors({}, schema)  # names a schema that is not valid itself
+    if keep.script is not None and keep.script.lower() not in _SCRIPTS:
+        raise UserError(f"targets.keep.script: {keep.script!r} is unknown; use one of {', '.join(_SCRIPTS)}")
     if keep.correct and prompts.checker is None:
         raise UserError("targets.keep.correct: true needs a checker that says what is correct; set prompts.checker")
     if prompts.checker is not None and prompts.checker not in checkers.CHECKERS:
@@ -83,6 +106,36 @@ def drop_reason(rules: Filter, text: str, finish_reason: str, score: float | Non
             return "schema"
     if rules.pattern is not None and not rules.pattern.fullmatch(text):
         return "regex"
+    if keep.loops is not None and longest_loop(text) >= keep.loops:
+        return "looping"
+    if not keep.refusals and _REFUSAL.match(text):
+        return "refusal"
+    if keep.script is not None and script_share(text, keep.script) < SCRIPT_SHARE:
+        return "script"
     if keep.correct and score != 1.0:
         return "incorrect"
     return None
+
+
+def longest_loop(text: str) -> int:
+    """Return how many times a run of up to LOOP_WORDS words stands in a row, at most."""
+    words = text.split()
+    longest = 1 if words else 0
+    for size in range(1, LOOP_WORDS + 1):
+        same = 0  # words in a row that equal the one `size` before
+        for i in range(size, len(words)):
+            same = same + 1 if words[i] == words[i - size] else 0
+            longest = max(longest, 1 + same // size)
+    return longest
+
+
+def script_share(text: str, script: str) -> float:
+    """Return the share of the letters that are of a Unicode script, by their names; 1 where there are none."""
+    letters = [c for c in text if c.isalpha()]
+    own = sum(_of_script(c, script.upper()) for c in letters)
+    return own / len(letters) if letters else 1.0
+
+
+def _of_script(letter: str, script: str) -> bool:
+    name = unicodedata.name(letter, "")
+    return name.startswith("CJK UNIFIED" if script == "HAN" else script)

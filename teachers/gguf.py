@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from fewstep.errors import UserError
 from fewstep.runstore import file_fingerprint
 from fewstep.teachers.hf import device, refuse_encoder, torch_dtype
+from fewstep.teachers.licences import Licence, card_in, read_licence
 
 PACKAGE = "package://"
 
@@ -111,14 +112,7 @@ def describe(model: str, revision: str | None = None) -> dict:
     Raises:
         UserError: no such file, no GGUF, or no decoder-only LM that transformers can dequantise.
     """
-    path = resolve(model)
-    try:
-        with open(path, "rb") as file:
-            fields, num_parameters = read_header(file)
-    except (ValueError, OSError, struct.error, UnicodeDecodeError) as error:
-        raise UserError(
-            f"teacher.model {model}: not a readable GGUF file ({error or 'cut short'}); download it again"
-        ) from None
+    fields, num_parameters = _header(model)
     name = fields.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(
@@ -143,6 +137,30 @@ def describe(model: str, revision: str | None = None) -> dict:
         "num_kv_heads": get("attention.head_count_kv") or get("attention.head_count"),
         "intermediate_size": get("feed_forward_length"),
     }
+
+
+def licence(model: str, revision: str | None = None) -> Licence:
+    """Return what the file's header says, or a card beside it.
+
+    Raises:
+        UserError: no such file, or no GGUF.
+    """
+    fields, _ = _header(model)
+    beside = None if model.startswith(PACKAGE) else card_in(resolve(model).parent)
+    declared = fields.get("general.license")
+    return read_licence(beside, declared if isinstance(declared, str) else None)
+
+
+def _header(model: str) -> tuple[dict[str, Any], int]:
+    path = resolve(model)
+    try:
+        with open(path, "rb") as file:
+            fields, num_parameters = read_header(file)
+    except (ValueError, OSError, struct.error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"teacher.model {model}: not a readable GGUF file ({error or 'cut short'}); download it again"
+        ) from None
+    return fields, num_parameters
 
 
 def resolve(model: str) -> Path:

@@ -14,6 +14,7 @@ from urllib.request import getproxies
 
 from fewstep.errors import UserError
 from fewstep.runstore import file_fingerprint
+from fewstep.teachers.licences import Licence, card_in, read_licence
 
 _CONTENT = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # the files that make a model what it is
 _DTYPES = {"float32", "bfloat16", "float16"}
@@ -113,6 +114,24 @@ def plain_weights(model: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(path, revision=commit))
     except Exception as error:  # no network, gated: named by the library
         raise UserError(_cannot_load(model, error, "its files are not to be had from the Hub")) from None
+
+
+def licence(model: str, revision: str | None = None) -> Licence:
+    """Return what the checkpoint's card says; a Hub checkpoint's card is fetched at its commit.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    path, commit = _locate(model, revision)
+    if commit is None:
+        return read_licence(card_in(Path(path)))
+    from huggingface_hub import hf_hub_download
+
+    try:
+        card = Path(hf_hub_download(path, "README.md", revision=commit)).read_text(encoding="utf-8")
+    except Exception:  # it has none, or it cannot be had now: then nothing is stated
+        card = None
+    return read_licence(card)
 
 
 def describe(model: str, revision: str | None = None) -> dict:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fewstep.errors import UserError
 from fewstep.teachers.config import TeacherConfig
+from fewstep.teachers.licences import Licence
 
 SAVED = "teacher"  # the folder, inside that of targets, with the plain weights of a teacher that came as GGUF
 
@@ -78,6 +79,15 @@ def describe(model: str, revision: str | None = None) -> dict:
         UserError: nothing is there, or it is no decoder-only LM that transformers has code for.
     """
     return _module(model).describe(model, revision)
+
+
+def licence(model: str, revision: str | None = None) -> Licence:
+    """Return the teacher's licence, as its card (or its GGUF header) states it.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    return _module(model).licence(model, revision)
 
 
 def plain_weights(model: str, revision: str | None = None) -> Path:

@@ -117,6 +117,16 @@ def read_few_shot(path: Path | None) -> list[dict]:
     return messages
 
 
+def sample_id(prompt_id: str, number: int) -> str:
+    """Return the id of a prompt's answer `number`, counted from 0; the first bears the prompt's own."""
+    return prompt_id if number == 0 else f"{prompt_id}~{number + 1}"
+
+
+def prompt_id(sample: str) -> str:
+    """Return the id of the prompt that a sample answers."""
+    return re.sub(r"~\d+$", "", sample)
+
+
 def split(prompt_id: str, held_out: float) -> str:
     """Return "held_out" for a share `held_out` of all ids and "train" for the others.
 

@@ -14,6 +14,7 @@ from fewstep.teachers.collect import prepare
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.generate import Generation, record
 from fewstep.teachers.load import describe, load_for_stage
+from fewstep.teachers.prompts import prompt_id
 
 # (sample ids, a response for each) → its Generation: the same ids with the teacher's top-k
 Scorer = Callable[[list[str], list[list[int]]], list[Generation]]
@@ -92,6 +93,12 @@ def scorer(teacher: TeacherConfig, prompts: PromptsConfig, targets: TargetsConfi
             work = prepare(tokenizer, describe(teacher.model, teacher.revision), prompts, targets)
             loaded.extend((model, {p.id: seen for p, seen in zip(work.prompts, work.teacher_ids)}))
         model, seen = loaded
-        return score(model, [seen[i] for i in ids], responses, targets.top_logprobs, targets.batch_size)
+        return score(
+            model,
+            [seen[i] if i in seen else seen[prompt_id(i)] for i in ids],
+            responses,
+            targets.top_logprobs,
+            targets.batch_size,
+        )
 
     return ask

@@ -83,7 +83,9 @@ def _csv(path: Path, config: PromptsConfig) -> Iterator[Row]:
                 )
             yield where, reader.line_num, {key: value for key, value in row.items() if value != ""}
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num + 1}: not CSV ({error}); quote cells that hold quotes") from None
+        raise UserError(
+            f"{path}, line {reader.line_num + 1}: not CSV ({error}); quote cells that hold quotes"
+        ) from None
 
 
 def _parquet(path: Path, config: PromptsConfig) -> Iterator[Row]:

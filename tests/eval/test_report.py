@@ -10,7 +10,8 @@ import pytest
 import synthetic
 import yaml
 
-from fewstep.eval import card, markup, plots, provenance, report, samples
+from fewstep import markup
+from fewstep.eval import card, plots, provenance, report, samples
 
 HOSTILE = [
     "<script>alert(1)</script>",

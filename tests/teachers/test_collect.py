@@ -10,7 +10,9 @@ from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.records import read_rows
 from fewstep.teachers import collect
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.filters import drop_reason, make_filter
 from fewstep.teachers.generate import Generation
+from fewstep.teachers.prompts import Prompt, prompt_id
 
 EOS = list(range(0, VOCAB, 11))
 EVERYTHING = KeepConfig(finished=False)
@@ -105,22 +107,22 @@ def test_run_resumed_equals_undisturbed(tmp_path, teacher, monkeypatch, temperat
     whole, broken = folder(tmp_path, "whole"), folder(tmp_path, "broken")
     summary = collect.run(whole, teacher, source, config, seed=1)
 
-    answer, calls = collect._answer, []
+    answer, calls = collect._judged, []
 
     def fails_in_the_second_shard(*args):
-        calls.append(args[2])
+        calls.append(args[3])
         if len(calls) == 2:
             raise KeyboardInterrupt
         return answer(*args)
 
-    monkeypatch.setattr(collect, "_answer", fails_in_the_second_shard)
+    monkeypatch.setattr(collect, "_judged", fails_in_the_second_shard)
     with pytest.raises(KeyboardInterrupt):
         collect.run(broken, teacher, source, config, seed=1)
     # as if killed between the notes of a shard and the shard itself
     (broken / "shards" / "00001.json").write_text("{")
     (broken / "shards" / ".tmp-1-00001.parquet").write_text("half")
     calls.clear()
-    monkeypatch.setattr(collect, "_answer", lambda *args: calls.append(args[2]) or answer(*args))
+    monkeypatch.setattr(collect, "_judged", lambda *args: calls.append(args[3]) or answer(*args))
     assert collect.run(broken, teacher, source, config, seed=1) == summary
     assert calls == [range(4, 8), range(8, 11)]  # the first shard was not answered again
     assert read_rows(broken) == read_rows(whole)
@@ -333,3 +335,91 @@ def test_run_saves_a_quantised_teacher_once_as_plain_weights(tmp_path, teacher, 
     monkeypatch.setattr(collect, "_save_plain", lambda *_: pytest.fail("it is there already"))
     (where / "shards" / "00001.parquet").unlink()
     collect.run(where, teacher, source, settings(), seed=0)
+
+
+def test_answers_are_drawn_again_until_they_are_kept_and_resumed_equals_undisturbed(teacher, tmp_path):
+    asked = prompts(tmp_path, texts(9))
+    keep = KeepConfig(finished=True, regex="[^aeiou]*")
+    keys = dict(temperature=1.0, keep=keep, max_new_tokens=6)
+    once = collect.run(folder(tmp_path, "once"), teacher, asked, settings(**keys), seed=0)
+    often = collect.run(folder(tmp_path, "often"), teacher, asked, settings(**keys, attempts=40), seed=0)
+    assert often["kept"] > once["kept"] and often["generated_tokens"] > once["generated_tokens"]
+    first = {r["sample_id"]: r["text"] for r in read_rows(tmp_path / "once")}
+    rows = read_rows(tmp_path / "often")
+    assert all(not set("aeiou") & set(r["text"]) and r["finish_reason"] == "stop" for r in rows)
+    assert first.items() <= {r["sample_id"]: r["text"] for r in rows}.items()  # what was kept at once stays
+    (tmp_path / "often" / "shards" / "00001.parquet").unlink()
+    collect.run(tmp_path / "often", teacher, asked, settings(**keys, attempts=40), seed=0)
+    assert read_rows(tmp_path / "often") == rows
+
+
+def test_several_samples_a_prompt_have_ids_of_their_own_and_one_split(teacher, tmp_path):
+    asked = prompts(tmp_path, texts(9), held_out=0.4)
+    many = collect.run(folder(tmp_path, "many"), teacher, asked, settings(temperature=1.0, samples=3), seed=0)
+    rows = read_rows(tmp_path / "many")
+    one = collect.run(folder(tmp_path, "one"), teacher, asked, settings(temperature=1.0), seed=0)
+    assert one["kept"] == 9 < many["kept"] == len({r["sample_id"] for r in rows})
+    ids = lambda rows: [(r["sample_id"], r["response_ids"]) for r in rows]  # noqa: E731
+    assert ids(r for r in rows if "~" not in r["sample_id"]) == ids(read_rows(tmp_path / "one"))
+    by_prompt = {}
+    for r in rows:
+        by_prompt.setdefault(prompt_id(r["sample_id"]), []).append(r)
+    assert len(by_prompt) == 9 and all(len({r["split"] for r in own}) == 1 for own in by_prompt.values())
+    assert all(len({r["text"] for r in own}) == len(own) for own in by_prompt.values())  # those alike count once
+
+
+@pytest.mark.parametrize("key", ["samples", "attempts"])
+def test_several_greedy_answers_are_refused(key):
+    with pytest.raises(ValueError, match=f"{key}: 2 greedy answers are one"):
+        settings(**{key: 2})
+
+
+@pytest.mark.parametrize(
+    "text, keep, reason",
+    [
+        ("so it goes on and on and on and on and on", {"loops": 4}, "looping"),
+        ("a b c d a b c d a b c d", {"loops": 3}, "looping"),
+        ("a b c d a b c d a b c", {"loops": 3}, None),
+        ("no no no", {"loops": 4}, None),
+        ("I'm sorry, but I can't do that", {"refusals": False}, "refusal"),
+        ("As an AI language model, I do not", {"refusals": False}, "refusal"),
+        ("I cannot help", {"refusals": False}, "refusal"),
+        ("I can help. Sorry to hear that", {"refusals": False}, None),
+        ("I’m unable to", {"refusals": True}, None),
+        ("Привет, как дела", {"script": "latin"}, "script"),
+        ("Bonjour à tous 123 !", {"script": "latin"}, None),
+        ("你好,世界", {"script": "han"}, None),
+        ("12 + 3", {"script": "latin"}, None),
+    ],
+)
+def test_loops_refusals_and_other_scripts_are_dropped_by_name(text, keep, reason):
+    rules = make_filter(PromptsConfig(path="p.jsonl"), TargetsConfig(keep=KeepConfig(**keep)))
+    assert drop_reason(rules, text, "stop", None) == reason
+
+
+def test_an_unknown_script_is_refused():
+    with pytest.raises(UserError, match="targets.keep.script: 'latn' is unknown; use one of latin"):
+        make_filter(PromptsConfig(path="p.jsonl"), TargetsConfig(keep=KeepConfig(script="latn")))
+
+
+def test_prompts_that_evaluation_shares_are_left_out_and_listed(teacher, tmp_path):
+    asked = prompts(tmp_path, ["the quick brown fox jumps", "a slow green turtle walks"], decontaminate={"words": 3})
+    avoid = [Prompt("e", [{"role": "user", "content": "Brown fox: the QUICK brown fox!"}])]
+    summary = collect.run(folder(tmp_path, "out"), teacher, asked, settings(), 0, avoid)
+    assert summary["kept"] == 1 and summary["dropped"] == {"contaminated": 1}
+    listed = json.loads((tmp_path / "out" / "drops.json").read_text())["rows"]
+    assert [row["text"] for row in listed] == ["the quick brown"]
+    with pytest.raises(UserError, match="all 2 prompts"):
+        collect.run(folder(tmp_path, "none"), teacher, asked, settings(), 0, [*avoid, Prompt("f", [{"role": "user", "content": "slow green turtle walks"}])])  # fmt: skip
+
+
+def test_the_audit_page_shows_counts_and_escapes_what_was_said(teacher, tmp_path, monkeypatch):
+    (tmp_path / "teacher").mkdir()
+    hostile = "<script>alert(1)</script>\u202e"
+    answering(monkeypatch, lambda prompt: hostile if "fox" in prompt else "")
+    asked = prompts(tmp_path, ["fox one", "fox two", "cat"])
+    summary = collect.run(folder(tmp_path, "out"), teacher, asked, settings(keep=KeepConfig()), seed=0)
+    page = (tmp_path / "out" / "targets.html").read_text()
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page and "⟨U+202E⟩" in page
+    assert summary["dropped"] == {"empty": 1} and "<td>empty</td><td>1</td>" in page and "<svg" in page
+    assert "Its licence</dt><dd>not stated" in page and summary["prompts_from"] == "prompts.jsonl"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-TEMPLATE = Path(__file__).with_name("report_template.html")
+TEMPLATE = Path(__file__).with_name("page_template.html")
 
 # Characters that reorder, hide or break lines without being seen: shown by their code instead.
 _UNSEEN = re.compile(

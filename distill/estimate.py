@@ -12,7 +12,7 @@ from pathlib import Path
 from fewstep.distill.config import TrainingConfig
 from fewstep.distill.memory import PROCESS_BYTES, on_device, training_memory
 from fewstep.distill.recipe import Recipe
-from fewstep.machine import cores
+from fewstep.machine import GPU_FLOPS, GPU_MEMORY, cores
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.prompts import read_few_shot, read_prompts
 
@@ -21,9 +21,6 @@ UTILISATION = {"cpu": 0.6, "gpu": 0.35}  # share of the matrix-multiplication pe
 CPU_FORWARD_S_PER_LAYER = 3e-4  # what one forward of one layer costs however small it is
 CPU_BYTES_PER_S = 1e10  # at which weights stream from memory
 BLOCKS_PER_ANSWER = 2.5  # forwards that a block takes, commits included, in the estimate of few-step decoding
-# Dense bf16 FLOPs a second at the peak, and memory in bytes, as the makers state them.
-GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
-GPU_MEMORY = {"B200": 1.8e11, "H200": 1.41e11, "H100": 8e10, "A100": 8e10, "L40S": 4.8e10, "4090": 2.4e10}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fewstep.distill.estimate import GPU_FLOPS
+from fewstep.machine import GPU_FLOPS
 from fewstep.students.layout import CLEAN, Batch
 
 

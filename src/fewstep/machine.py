@@ -25,6 +25,10 @@ PACKAGES = (
     "triton",
 )
 
+# Dense bf16 FLOPs a second at the peak, and memory in bytes, as the makers state them.
+GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
+GPU_MEMORY = {"B200": 1.8e11, "H200": 1.41e11, "H100": 8e10, "A100": 8e10, "L40S": 4.8e10, "4090": 2.4e10}
+
 
 def rank() -> int:
     """Return which of a launcher's processes this one is; 0 where there is no launcher."""

@@ -248,6 +248,17 @@ def test_card_names_a_base_only_where_the_hub_knows_it(tmp_path, written):
     assert "names no `base_model`" in text
 
 
+def test_card_passes_on_what_the_teachers_licence_asks(written):
+    _, content, plain_text, _ = written
+    assert "the teacher's licence and its conditions apply to this student too.\n" in plain_text
+    licence = {"name": "llama3.1", "link": None, "conditions": "<b>Llama</b> in its name"}
+    stages = content["stages"] | {"targets": content["stages"].get("targets", {}) | {"licence": licence}}
+    text = card.write(content | {"stages": stages})
+    assert "the teacher's licence (llama3.1) and its conditions" in text and "It asks: \\<b\\>Llama" in text
+    facts = report._stage_facts({"hash": "x", "summary": {"licence": licence}})
+    assert facts["licence"] == licence and "licence" not in report._stage_facts({"hash": "x", "summary": {}})
+
+
 def test_card_of_a_gated_student_is_an_adapter():
     assert card.relation({"adapt": {"lora": {"gated": True}}, "distill": None}) == "adapter"
     assert card.relation({"adapt": {"lora": {"gated": False}}}) == "finetune"

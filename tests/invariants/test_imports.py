@@ -13,7 +13,7 @@ ROOMS = ("distill", "teachers", "students", "kernels", "eval", "serve")
 # The modules of distill that orchestrate; the others are the training loop and what it is made of.
 ORCHESTRATE = {
     "cli", "recipe", "recipe_docs", "chain", "checks", "estimate", "plan", "pipeline",
-    "doctor", "answering", "bench", "starter", "publishing",
+    "doctor", "answering", "bench", "starter", "publishing", "fit", "memory",
 }  # fmt: skip
 MAY_IMPORT = {
     "common": set(),

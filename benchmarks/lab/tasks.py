@@ -2,7 +2,7 @@
 
     python benchmarks/lab/tasks.py base 3      three rows to look at
 
-The problems of `sort`, `rotate`, `base` and `bits` come from reasoning-gym; the message is put shortly, because a
+The problems of `sort`, `reverse`, `base` and `bits` come from reasoning-gym; the message is put shortly, because a
 small model on a CPU has no time for long ones, and the working is written out, so that most tokens
 depend on the one before. What counts as right is the final answer: the text behind the last `=`.
 
@@ -95,7 +95,7 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 # --- The tasks ----------------------------------------------------------------------------------
 
 _sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
-_turning = _gym("rotate_matrix", min_n=4, max_n=4, min_rotations=1, max_rotations=3)
+_reversing = _gym("word_sequence_reversal", min_words=5, max_words=7)
 _bases = _gym("base_conversion", min_base=3, max_base=6, min_value=100, max_value=9999)
 _bits = _gym("count_bits", min_n=300, max_n=9999)
 
@@ -112,11 +112,10 @@ def sort(rng: random.Random) -> tuple[str, str]:
     return f"sort {'up' if up else 'down'}: {_spaced(numbers)}", _spaced(sorted(numbers, reverse=not up))
 
 
-def rotate(rng: random.Random) -> tuple[str, str]:
-    """`turn 1: 12 34` → `31 42`: a square of digits, turned clockwise by quarters."""
-    facts = _turning(rng)["metadata"]
-    before, after = (" ".join("".join(map(str, row)) for row in facts[key]) for key in ("matrix", "solution"))
-    return f"turn {facts['num_rotations']}: {before}", after
+def reverse(rng: random.Random) -> tuple[str, str]:
+    """`reverse: one two three` → `three two one`."""
+    words = _reversing(rng)["metadata"]["words"]
+    return f"reverse: {_spaced(words)}", _spaced(words[::-1])
 
 
 def base(rng: random.Random) -> tuple[str, str]:
@@ -166,7 +165,7 @@ TASKS = {
     for task in (
         Task("booking", _booking, 72),
         Task("sort", _split(sort), 48, train=12_000, teacher={"steps": 1800}),
-        Task("rotate", _split(rotate), 32, train=12_000, teacher={"steps": 2500}),
+        Task("reverse", _split(reverse), 64, train=12_000, teacher={"steps": 1200}),
         Task("base", _split(base), 64, train=12_000, teacher={"steps": 1800}),
         Task("bits", _split(bits), 80, train=7000, teacher={"steps": 500}),
         Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),

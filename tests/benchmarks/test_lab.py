@@ -42,11 +42,10 @@ def solve(name: str, message: str) -> str:
     words, _, listed = message.partition(": ")
     if name == "sort":
         return " ".join(sorted(listed.split(), key=int, reverse=words == "sort down"))
-    square = np.array([list(row) for row in listed.split()])
-    return " ".join("".join(row) for row in np.rot90(square, -int(words.split()[1])))
+    return " ".join(reversed(listed.split()))
 
 
-@pytest.mark.parametrize("name", ["bits", "base", "sort", "rotate"])
+@pytest.mark.parametrize("name", ["bits", "base", "sort", "reverse"])
 def test_every_row_is_right_and_its_working_ends_in_the_reference(lab, name):
     task = lab["tasks"].TASKS[name]
     for row in lab["tasks"].rows(task, "train", 60, seed=3):
@@ -54,7 +53,7 @@ def test_every_row_is_right_and_its_working_ends_in_the_reference(lab, name):
         assert checkers.score("answer", row["response"], row["reference"]) == 1.0
 
 
-@pytest.mark.parametrize("name", ["bits", "base", "sort", "rotate", "modes"])
+@pytest.mark.parametrize("name", ["bits", "base", "sort", "reverse", "modes"])
 def test_no_message_is_in_both_splits_and_a_seed_repeats(lab, name):
     task, rows = lab["tasks"].TASKS[name], lab["tasks"].rows
     train, evaluation = ({row["instruction"] for row in rows(task, split, 200, 1)} for split in ("train", "eval"))

@@ -31,10 +31,10 @@ ROWS, ROW = 400, 150  # targets, and the positions of one: its prompt, its respo
 SMOL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152, max_position_embeddings=2048, tie_word_embeddings=True)  # fmt: skip
 CONFIGS: dict[str, tuple[dict | None, dict, dict]] = {
     "3M, plain": (None, {"batch_tokens": 1500}, {"name": "plain"}),
-    "3M, 24,000 positions, plain": (None, {"batch_tokens": 24000}, {"name": "plain"}),
     "135M, plain": (SMOL, {"batch_tokens": 1500}, {"name": "plain"}),
     "135M, two micro-batches, ZeRO-1": (SMOL, {"batch_tokens": 3000, "gradient_accumulation_steps": 2}, {"zero_stage": 1}),
-    "135M, LoRA 16, recomputed, plain": (SMOL, {"batch_tokens": 3000, "lora": {"rank": 16}}, {"name": "plain", "activation_checkpointing": True}),
+    "135M, LoRA of rank 16, plain": (SMOL, {"batch_tokens": 1500, "lora": {"rank": 16}}, {"name": "plain"}),
+    "135M, recomputed, plain": (SMOL, {"batch_tokens": 1500}, {"name": "plain", "activation_checkpointing": True}),
 }  # fmt: skip
 
 

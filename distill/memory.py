@@ -18,7 +18,7 @@ PROCESS_BYTES = {"cpu": 4.2e8, "gpu": 8e8}  # Python and the libraries; on a GPU
 # What autograd keeps of a position and layer: 10 tensors of the hidden width and 4 of the inner one (Llama, SDPA).
 HIDDEN_KEPT, INNER_KEPT = 10, 4
 # A CPU's allocator keeps what batches of other shapes left behind; a GPU's caches by size and wastes less.
-SLACK = {"cpu": 1.35, "gpu": 1.1}
+SLACK = {"cpu": 1.25, "gpu": 1.1}
 CHUNK_ROWS, CHUNK_COPIES = 256, 4  # rows of logits at a time (kernels/linear_rows_loss), and how often they exist
 
 

@@ -165,7 +165,7 @@ TASKS = {
     for task in (
         Task("booking", _booking, 72),
         Task("sort", _split(sort), 48, train=12_000, teacher={"steps": 1800}),
-        Task("reverse", _split(reverse), 64, train=12_000, teacher={"steps": 1200}),
+        Task("reverse", _split(reverse), 64, train=12_000, teacher={"steps": 2000}),
         Task("base", _split(base), 64, train=12_000, teacher={"steps": 1800}),
         Task("bits", _split(bits), 80, train=7000, teacher={"steps": 500}),
         Task("modes", _split(modes), 8, teacher={"steps": 250, "vocab": 300}),

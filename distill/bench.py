@@ -58,7 +58,7 @@ def measure(
     folder = student_folder(student)
     messages = [[{"role": "user", "content": text}] for text in PROMPTS]
     if prompts is not None:
-        messages = [p.messages for p in read_prompts(PromptsConfig(path=prompts, limit=limit))]
+        messages = [p.messages for p in read_prompts(PromptsConfig(source="jsonl", path=prompts, limit=limit))]
     model, tokenizer = load_student(folder, torch_dtype("auto"))
     ours = (column_major(model.to(device())), tokenizer)
     causal = model.config.fewstep["attention"] != "bidirectional"

@@ -34,10 +34,17 @@ TRAINED = ("adapt", "distill")
 # Keys that came later, with the value at which they change nothing: left out of the hash where they have it, so that
 # a new key runs no finished stage again.
 LATER: dict[str, dict[str, Any]] = {
-    "prompts": {"hf": None, "reasoning_gym": None, "dedupe": False, "decontaminate": None},
+    "prompts": {"decontaminate": None},
     "targets": {"samples": 1, "attempts": 1},
     "keep": {"loops": None, "refusals": True, "script": None},
 }
+ASKED = {
+    "source",
+    "path",
+    "hf",
+    "reasoning_gym",
+    "dedupe",
+}  # of prompts: their contents are hashed, wherever they come from
 NOT_HASHED = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}  # cadence: how often, not what
 
 
@@ -79,7 +86,8 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
         "targets",
         {
             "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
-            "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude={"path"})),
+            "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude=ASKED))
+            | {"source": "jsonl"},
             "targets": _targets(recipe),
             "threads": recipe.engine.threads,
         },
@@ -125,13 +133,15 @@ def _trained(config: Any) -> dict:
 
 def evaluation_prompts(recipe: Recipe) -> list[Prompt]:
     """Return the prompts of every evaluation task."""
-    tasks = (PromptsConfig(path=task.path, field=task.field, limit=task.limit) for task in recipe.eval.tasks)
+    tasks = (
+        PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit) for task in recipe.eval.tasks
+    )
     return [prompt for task in tasks for prompt in read_prompts(task)]
 
 
 def _task_fingerprint(place: int, task: Any) -> str:
     try:
-        return prompts_fingerprint(PromptsConfig(path=task.path, field=task.field, limit=task.limit))
+        return prompts_fingerprint(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
     except UserError as error:
         raise UserError(f"eval.tasks.{place} ({task.name}): {error}") from None
 

@@ -117,7 +117,7 @@ def _prompts_fit(recipe: Recipe, context: int | None) -> None:
     )
     answer = recipe.eval.max_new_tokens or answer
     for task in recipe.eval.tasks:
-        rows = read_prompts(PromptsConfig(path=task.path, field=task.field, limit=task.limit))
+        rows = read_prompts(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
         # A booking task's messages are the prompts as they stand; the teacher sees its few-shot turns here too.
         _fit(tokenizer, rows, few_shot, context, answer, f"{task.path}", "eval.max_new_tokens")
 

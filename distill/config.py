@@ -100,7 +100,7 @@ class TrainingConfig(Config):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="decay of an exponential mean of the weights, which becomes the student: 0.999 looks back about 1,000 steps; 0: the last weights do",
+        description="decay of an exponential mean of the weights, which becomes the student: 0.999 looks back about 1,000 steps; 0: the last weights do; held-out figures are those of the last weights",
     )
     objectives: dict[str, Objective] = Field(
         description="objective name → weight, or {weight, from, to, over, temperature, divergence}"
@@ -329,7 +329,7 @@ class TrackConfig(Config):
 class PlanConfig(Config):
     """What `fewstep plan` reckons with; nothing that is trained depends on it."""
 
-    device: Literal["B200", "H200", "H100", "A100", "L40S", "4090"] | None = Field(
+    device: Literal["B200", "H200", "H100", "A100", "L40S", "RTX 4090"] | None = Field(
         None, description="the GPU that the run is planned for; null: what this machine has"
     )
     ranks: int = Field(1, ge=1, description="how many of them the training stages will use")

@@ -16,6 +16,12 @@ LITTLE_DISK_GB = 5
 
 def examine(runs: Path) -> dict:
     """Return JSON-able facts: versions, hardware, engines, attention, kernels, disk, network, and a verdict in a line."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        return {
+            "versions": machine.versions(),
+            "verdict": f"not ready: {', '.join(lacking)} missing; pip install fewstep",
+        }
     import torch
 
     hardware = machine.hardware()
@@ -50,9 +56,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _verdict(facts: dict) -> str:
-    lacking = [name for name in NEEDED if name not in facts["versions"]]
-    if lacking:
-        return f"not ready: {', '.join(lacking)} missing; pip install fewstep"
     ready = [name for name, state in facts["engines"].items() if state.startswith("ready")]
     where = ", ".join(facts["hardware"]["gpus"]) or f"{facts['hardware']['cores']} CPU cores"
     low = f"; only {facts['disk_free_gb']} GB of disk are free" if facts["disk_free_gb"] < LITTLE_DISK_GB else ""
@@ -135,6 +138,8 @@ def _kernels(cuda: bool) -> dict[str, str]:
 
 def as_text(facts: dict) -> str:
     """Return the facts as lines for people."""
+    if "hardware" not in facts:
+        return f"verdict    {facts['verdict']}"
     hardware = facts["hardware"]
     lines = [
         "versions   " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),

@@ -15,10 +15,11 @@ class Ema:
 
     Args:
         parameters: name → parameter, the trained ones, as the engine holds them.
+        device: where the ranks exchange tensors.
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], decay: float):
-        self.parameters, self.decay = parameters, decay
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], decay: float, device: torch.device):
+        self.parameters, self.decay, self.device = parameters, decay, device
         self.mean = {name: _held(p).detach().float().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
@@ -33,10 +34,14 @@ class Ema:
         """Put the mean in the place of the weights; the optimizer must take no step after it."""
         for name, parameter in self.parameters.items():
             _held(parameter).copy_(self.mean[name])
+            if hasattr(parameter, "ds_id") and parameter.ds_status.name == "AVAILABLE":
+                parameter.partition(has_been_updated=False)  # a gathered copy holds the last weights still
 
     def save(self, folder: Path, rank: int) -> None:
         """Write `ema.pt`; every rank has to call it."""
-        whole = {name: _whole(self.mean[name], parameter) for name, parameter in self.parameters.items()}
+        whole = {
+            name: _whole(self.mean[name].to(self.device), parameter) for name, parameter in self.parameters.items()
+        }
         if rank == 0:
             torch.save(whole, folder / "ema.pt")
 

@@ -117,8 +117,8 @@ def estimate(recipe: Recipe, facts: dict, gpu: bool = False) -> dict[str, Need]:
     num_parameters = facts["num_parameters"] or 0
     targets = _targets(recipe, facts, num_parameters, gpu)
     needs = {"targets": targets}
-    for stage, config in recipe.training().items():
-        needs[stage] = _training(recipe, config, facts, num_parameters, gpu)
+    for stage in recipe.training():
+        needs[stage] = _training(recipe, stage, facts, num_parameters, gpu)
     needs["eval"] = _eval(recipe, facts, num_parameters, gpu)
     report = Need(0, 0.0, {"process": 2e8}, 1e7)
     return needs | {"report": report, "publish": report}
@@ -149,16 +149,18 @@ def _targets(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Nee
     rows = read_prompts(recipe.prompts)
     prefix = sum(len(m["content"].encode()) // BYTES_PER_TOKEN + 8 for m in read_few_shot(config.few_shot))
     prompt = _prompt_tokens(rows)
-    answers = len(rows) * config.max_new_tokens
+    answers = (
+        len(rows) * config.max_new_tokens * config.samples
+    )  # that may be kept; up to `attempts` times as many are written
     longest = max(_prompt_tokens([row]) for row in rows) + prefix + config.max_new_tokens
     per_token = 12 + 8 * config.top_logprobs  # ids, tail and, for each kept one, an id and a log-probability
     saved = 4 * num_parameters if recipe.teacher.model.endswith(".gguf") else 0
     return Need(
         tokens=answers,
-        flops=2.0 * num_parameters * (prefix + prompt + answers),
+        flops=2.0 * num_parameters * (prefix + (prompt * config.samples + answers) * config.attempts),
         parts=_decoding_memory(facts, 1, num_parameters, longest * config.batch_size, gpu),
         disk=answers * per_token + 8 * prompt + saved,
-        forwards=-(-len(rows) // config.batch_size) * config.max_new_tokens,
+        forwards=-(-len(rows) * config.samples // config.batch_size) * config.max_new_tokens * config.attempts,
     )
 
 
@@ -173,31 +175,50 @@ def trainable(config: TrainingConfig, facts: dict, num_parameters: int) -> int:
     return (facts["num_layers"] or 0) * config.lora.rank * ends
 
 
-def _training(recipe: Recipe, config: TrainingConfig, facts: dict, num_parameters: int, gpu: bool) -> Need:
+def typical_row(recipe: Recipe, config: TrainingConfig, rows: list | None = None) -> int:
+    """Return the positions, clean and noisy, of a sample with a prompt of mean length and the longest answer."""
+    rows = read_prompts(recipe.prompts) if rows is None else rows
+    copies = config.copies * (2 if config.complementary else 1)
+    return _prompt_tokens(rows) // len(rows) + recipe.targets.max_new_tokens * (1 + copies)
+
+
+def training(recipe: Recipe, stage: str, facts: dict, gpu: bool, row: int) -> Need:
+    """Return the memory that a rank needs for a training stage, and nothing else about it."""
+    config = recipe.training()[stage]
+    learns = trainable(config, facts, facts["num_parameters"] or 0)
+    return Need(0, 0.0, training_memory(config, recipe.engine, facts, learns, row, recipe.plan.ranks, gpu), 0.0)
+
+
+def _training(recipe: Recipe, stage: str, facts: dict, num_parameters: int, gpu: bool) -> Need:
+    config = recipe.training()[stage]
     positions = config.max_steps * config.batch_tokens
     looks = (config.guess > 0) + ("consistency" in config.used())  # forwards of a step that give no gradient
     learns = trainable(config, facts, num_parameters)
     checkpoint = 12 * learns  # float32 weights and both moments
     # A trajectory-ordered stage decodes every target once with the student it starts from, one token a step.
-    ordered = len(read_prompts(recipe.prompts)) * recipe.targets.max_new_tokens if config.order == "trajectory" else 0
+    rows = read_prompts(recipe.prompts)
+    written = len(rows) * recipe.targets.samples * recipe.targets.max_new_tokens
+    ordered = written if config.order == "trajectory" else 0
     decoding = 2.0 * num_parameters * ordered * recipe.student.block_size
     texts = 0 if config.on_policy is None else config.on_policy.rounds * config.on_policy.prompts
     answer, size = recipe.targets.max_new_tokens, recipe.student.block_size
     drafted = texts * -(-answer // size) * BLOCKS_PER_ANSWER  # forwards, were every text alone
     # the student decodes in blocks, then the teacher, which is in memory from then on, reads every text once
     decoding += 2.0 * num_parameters * (drafted * size + texts * answer)
-    rows = read_prompts(recipe.prompts)
-    row = _prompt_tokens(rows) // len(rows) + answer * (1 + config.copies * (2 if config.complementary else 1))
-    parts = training_memory(config, recipe.engine, facts, learns, row, recipe.plan.ranks, gpu)
+    parts = training(recipe, stage, facts, gpu, typical_row(recipe, config, rows)).parts
     if texts:
         parts["teacher"] = float((2 if gpu else 4) * num_parameters)
+    topk = 12 + 8 * recipe.targets.top_logprobs
+    copied = written * topk + 4 * _prompt_tokens(rows) * recipe.targets.samples  # samples as flat files
     return Need(
         tokens=positions,
         flops=((6.0 if config.lora is None else 4.0) + 2.0 * looks) * num_parameters * positions + decoding,
         parts=parts,
         disk=4 * (num_parameters + learns)
         + checkpoint * (config.save_total_limit + 1)
-        + 8 * ordered
+        + (4 * learns * (config.save_total_limit + 1) if config.ema else 0)
+        + copied
+        + 16 * ordered
         + texts * answer * (12 + 8 * recipe.targets.top_logprobs),
         forwards=(3.0 + looks) * config.max_steps * config.gradient_accumulation_steps + ordered / 16 + drafted / 64,
     )
@@ -211,7 +232,7 @@ def _eval(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Need:
     plain = 2 + ("teacher" in config.baselines)  # the student's own AR decoding, timed in two ways, and the teacher's
     tokens, flops, forwards = 0, 0.0, 0.0
     for task in config.tasks:
-        rows = read_prompts(PromptsConfig(path=task.path, field=task.field, limit=task.limit))
+        rows = read_prompts(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
         blocks = -(-answer // recipe.student.block_size)
         batches = -(-len(rows) // config.batch_size)
         timed = min(config.speed_prompts, len(rows))

@@ -1,6 +1,8 @@
 """Whether a recipe's training fits into a device's memory, and the smallest change that would make it."""
 
-from fewstep.distill.estimate import Machine, Need, estimate
+from pydantic import ValidationError
+
+from fewstep.distill.estimate import Machine, Need, training, typical_row
 from fewstep.distill.recipe import Recipe
 
 FILL = 0.95  # share of a device's memory that may be planned for
@@ -9,11 +11,11 @@ MOST_RANKS = 1024
 Change = dict[str, object]  # dotted key → value
 
 
-def too_large(recipe: Recipe, needs: dict[str, Need], machine: Machine) -> str | None:
-    """Return the training stage that fits least, or None if all do (or the device's memory is not known)."""
-    if machine.memory is None:
+def too_large(recipe: Recipe, needs: dict[str, Need], machine: Machine, left: set[str]) -> str | None:
+    """Return which training stage of those `left` fits least, or None if all do (or the device's memory is not known)."""
+    sizes = {stage: _size(needs[stage], recipe, machine) for stage in recipe.training() if stage in left}
+    if machine.memory is None or not sizes:
         return None
-    sizes = {stage: _size(needs[stage], recipe, machine) for stage in recipe.training()}
     worst = max(sizes, key=lambda stage: sizes[stage])
     return worst if sizes[worst] > FILL * machine.memory else None
 
@@ -27,9 +29,12 @@ def _size(need: Need, recipe: Recipe, machine: Machine) -> float:
 
 def smallest_change(recipe: Recipe, stage: str, facts: dict, machine: Machine) -> Change | None:
     """Return the first change, from those that cost nothing to those that cost most, with which `stage` fits."""
+    row = typical_row(recipe, recipe.training()[stage])  # the prompts are read once
     for change in _changes(recipe, stage, machine):
         tried = changed(recipe, change)
-        if _size(estimate(tried, facts, machine.gpu)[stage], tried, machine) <= FILL * (machine.memory or 0):
+        if tried is not None and _size(training(tried, stage, facts, machine.gpu, row), tried, machine) <= FILL * (
+            machine.memory or 0
+        ):
             return change
     return None
 
@@ -39,7 +44,8 @@ def _changes(recipe: Recipe, stage: str, machine: Machine):
     config, engine = recipe.training()[stage], recipe.engine
     accumulate = f"{stage}.gradient_accumulation_steps"
     more = [config.gradient_accumulation_steps * 2**i for i in range(1, 8)]
-    more = [steps for steps in more if config.batch_tokens / steps >= 1000]  # a micro-batch of a few samples
+    # a micro-batch of a few samples at least
+    more = [steps for steps in more if config.batch_tokens / steps / recipe.plan.ranks >= 1000]
     recompute: Change = {} if engine.activation_checkpointing else {"engine.activation_checkpointing": True}
     yield from ({accumulate: steps} for steps in more)
     least = {accumulate: more[-1]} if more else {}
@@ -56,23 +62,23 @@ def _changes(recipe: Recipe, stage: str, machine: Machine):
     if machine.gpu:
         ranks = recipe.plan.ranks * 2
         while ranks <= MOST_RANKS:
-            if config.batch_tokens / ranks >= 1000:
+            if config.batch_tokens / config.gradient_accumulation_steps / ranks >= 1000:
                 yield {**recompute, "engine.name": "deepspeed", "engine.zero_stage": 3, "plan.ranks": ranks}
             ranks *= 2
     if config.lora is None:
         yield {**saved, f"{stage}.lora": {"rank": 64}}
 
 
-def changed(recipe: Recipe, change: Change) -> Recipe:
-    """Return the recipe with some keys set, none of them checked against the others."""
+def changed(recipe: Recipe, change: Change) -> Recipe | None:
+    """Return the recipe with some keys set, or None where it refuses them."""
+    raw = recipe.model_dump(by_alias=True, exclude_unset=True)
     for key, value in change.items():
         section, name = key.split(".")
-        part = getattr(recipe, section)
-        kind = type(part).model_fields[name].annotation
-        if isinstance(value, dict):
-            value = next(k for k in kind.__args__ if k is not type(None))(**value)
-        recipe = recipe.model_copy(update={section: part.model_copy(update={name: value})})
-    return recipe
+        raw.setdefault(section, {})[name] = value
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError:
+        return None
 
 
 def as_overrides(change: Change) -> str:

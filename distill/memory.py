@@ -40,7 +40,7 @@ def training_memory(
     size = 2 if short else 4
     stage = engine.zero_stage if engine.name == "deepspeed" else 0
     parts = _states(learns, ranks, engine, short)
-    parts["weights"] += size * frozen / (ranks if stage == 3 else 1)
+    parts["host" if engine.offload == "all" else "weights"] += size * frozen / (ranks if stage == 3 else 1)
     if stage == 3:
         parts["weights"] += 2 * size * largest_layer(facts)  # gathered, and its gradient
     if config.ema:
@@ -50,7 +50,9 @@ def training_memory(
     layer = positions * (HIDDEN_KEPT * hidden + INNER_KEPT * inner) * size
     layers = facts["num_layers"] or 0
     kept = layers * positions * hidden * size + layer if engine.activation_checkpointing else layers * layer
-    parts["activations"] = SLACK[kind] * kept + positions * row * (1 + size)  # and the masks
+    parts["activations"] = SLACK[kind] * kept + positions * (positions if engine.packing == "packed" else row) * (
+        1 + size
+    )  # and the masks
     parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
     parts["process"] = PROCESS_BYTES[kind]
     return parts

@@ -1,12 +1,11 @@
 """What a training step has seen and cost: masked share, positions a second, memory, utilisation."""
 
-import resource
 import time
 from collections.abc import Callable
 
 import torch
 
-from fewstep.machine import GPU_FLOPS
+from fewstep.machine import GPU_FLOPS, peak_memory_mb
 from fewstep.students.layout import CLEAN, Batch
 
 
@@ -22,26 +21,24 @@ class Meter:
         self.flops_a_position = (4 if frozen else 6) * parameters
         self.peak = ranks * _peak_flops()
         self.started = self.since = time.perf_counter()
-        self._clear()
-
-    def _clear(self) -> None:
-        self.positions = self.noisy = self.masked = 0
+        self.positions = 0
 
     def saw(self, batches: list[Batch]) -> None:
-        """Count the micro-batches of one step of this rank."""
-        for batch in batches:
-            self.positions += int(batch.valid.sum())
-            self.noisy += int((batch.valid & (batch.seg != CLEAN)).sum())
-            self.masked += int((~batch.clean).sum())
+        """Count the positions of one step of this rank."""
+        self.positions += sum(int(batch.valid.sum()) for batch in batches)
 
-    def read(self, all_sum: Callable[[list[float]], list[float]]) -> tuple[dict, dict]:
-        """Return (figures without timings, those with), of all ranks since the last reading.
+    def read(
+        self, batches: list[Batch], all_sum: Callable[[list[float]], list[float]]
+    ) -> tuple[float, dict[str, float]]:
+        """Return (the share of the last step's noisy positions that were masked or guessed, figures with timings), over all ranks.
 
-        `masked` is the share of noisy positions that were masked (or guessed); `mfu` the share of the GPUs' peak that the
-        model's own arithmetic took, where the peak is known.
+        The share is one step's, so that a resume repeats it. `mfu` is the share of the GPUs' peak that the model's own
+        arithmetic took since the last reading, where the peak is known.
         """
+        noisy = sum(int((batch.valid & (batch.seg != CLEAN)).sum()) for batch in batches)
+        masked = sum(int((~batch.clean).sum()) for batch in batches)
+        positions, noisy, masked = all_sum([float(self.positions), float(noisy), float(masked)])
         now = time.perf_counter()
-        positions, noisy, masked = all_sum([float(self.positions), float(self.noisy), float(self.masked)])
         rate = positions / max(now - self.since, 1e-9)
         perf = {
             "seconds": now - self.started,
@@ -51,9 +48,8 @@ class Meter:
         }
         if self.peak:
             perf["mfu"] = rate * self.flops_a_position / self.peak
-        self.since = now
-        self._clear()
-        return {"masked": masked / noisy if noisy else 0.0}, perf
+        self.since, self.positions = now, 0
+        return masked / noisy if noisy else 0.0, perf
 
 
 def _peak_flops() -> float:
@@ -68,4 +64,4 @@ def _memory_mb() -> float:
     """Return the most memory that this process has had: the GPU's, or else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_memory_mb()

@@ -73,13 +73,17 @@ def plan(recipe: Recipe, runs: Path) -> dict:
 
 def _refusal(recipe: Recipe, needs: dict, facts: dict, machine, left: set[str]) -> str | None:
     """Return why the training that is left cannot fit, and the smallest change with which it would."""
-    stage = fit.too_large(recipe, needs, machine)
-    if stage is None or stage not in left:
+    stage = fit.too_large(recipe, needs, machine, left)
+    if stage is None:
         return None
     parts = sorted(needs[stage].parts.items(), key=lambda part: -part[1])[:2]
     most = ", ".join(f"{_gigabytes(size / 1e9)} of {part}" for part, size in parts)
     change = fit.smallest_change(recipe, stage, facts, machine)
-    fix = "no change of one key is enough" if change is None else f"the smallest change: {fit.as_overrides(change)}"
+    fix = (
+        "none of accumulation, recomputing, ZeRO, offloading, more ranks and adapters is enough"
+        if change is None
+        else f"the smallest change: {fit.as_overrides(change)}"
+    )
     return (
         f"{stage} needs {_gigabytes(needs[stage].memory / 1e9)} a rank ({most}), {machine.name} has "
         f"{_gigabytes((machine.memory or 0) / 1e9)}; {fix}"

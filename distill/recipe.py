@@ -75,6 +75,10 @@ class Recipe(Config):
                 raise ValueError(
                     f"{stage}.{key}: needs the teacher's log-probabilities, and targets.top_logprobs is 0; set it to 16"
                 )
+        if self.prompts.decontaminate is not None and not self.eval.tasks:
+            raise ValueError(
+                "prompts.decontaminate: there is no evaluation to share text with; name eval.tasks, or remove it"
+            )
         for sampler in self.eval.samplers:
             sizes = [settings["block_size"] for settings in sampler.settings() if "block_size" in settings]
             if any(size > self.student.block_size for size in sizes):

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from fewstep import machine, records
 from fewstep.errors import RunFailed
 from fewstep.machine import cores
-from fewstep.runstore import write_atomic
+from fewstep.runstore import sync, write_atomic
 from fewstep.signals import raise_if_stopped
 
 KINDS = {"prompt_ids": np.int32, "response_ids": np.int32, "topk_ids": np.int32, "topk_logprobs": np.float32,
@@ -34,13 +34,12 @@ Order = Callable[["Sample", int], np.ndarray]  # (sample, its place) → the ord
 
 
 class Flat:
-    """Columns of Parquet files as flat files: `row(column, i)` reads one row's values.
-
-    made_of: what the files were made of; another one writes them anew.
-    """
+    """Columns of Parquet files as flat files: `row(column, i)` reads one row's values."""
 
     def __init__(self, folder: Path, columns: list[str]):
-        self._files = {name: os.open(folder / f"{name}.bin", os.O_RDONLY) for name in columns}
+        self._files: dict[str, int] = {}
+        for name in columns:
+            self._files[name] = os.open(folder / f"{name}.bin", os.O_RDONLY)
         # a row's values stand between two of its column's bounds
         self.bounds = {name: np.load(folder / f"{name}.bounds.npy") for name in columns}
 
@@ -70,6 +69,8 @@ def flat(files: list[Path], columns: list[str], folder: Path) -> Flat:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         _write(files, columns, folder)
+        for written in folder.iterdir():
+            sync(written)
         write_atomic(done, made_of)
     while not (done.is_file() and done.read_text() == made_of):
         raise_if_stopped("stopped before the first step; the same command goes on")
@@ -109,7 +110,12 @@ def _named(file: Path) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise RunFailed(f"{file} is damaged ({str(error).splitlines()[0][:80]}); delete {file.parents[1]} to make it anew") from None  # fmt: skip
+        raise RunFailed(f"{file} is damaged ({str(error).splitlines()[0][:80]}); delete {_made_in(file)} to make it anew") from None  # fmt: skip
+
+
+def _made_in(file: Path) -> Path:
+    """Return what to delete so that a file is made again: of targets the stage's folder, of trajectories their own."""
+    return file.parents[1] if file.parent.name == "shards" else file.parent
 
 
 def _read_group(file: Path, group: int, columns: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -231,6 +237,8 @@ def open_samples(targets: Path, split: str, scratch: Path, topk: bool = True) ->
         topk: whether the samples shall carry the teacher's distributions, as far as the targets have them.
     """
     shards = records.shards(targets)
+    if not shards:
+        raise RunFailed(f"{targets} holds no targets; delete it to make them anew")
     rows = flat(shards, ["sample_id", "prompt_ids", "response_ids"] + (TOPK if topk else []), scratch / "samples")
     facts = []
     for shard in shards:

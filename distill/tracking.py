@@ -45,9 +45,14 @@ class Tracker:
         """Whether anything but the local files gets the figures."""
         return self._wandb is not None
 
-    def table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        """Show a table beside the figures."""
-        self._quietly(lambda wandb, tracked: tracked.log({name: wandb.Table(columns=columns, data=rows)}))
+    def table(self, name: str, make: Callable[[], tuple[list[str], list[list]]]) -> None:
+        """Show a table beside the figures; `make` returns its columns and rows, and is called where one is shown."""
+
+        def show(wandb, tracked) -> None:
+            columns, rows = make()
+            tracked.log({name: wandb.Table(columns=columns, data=rows)})
+
+        self._quietly(show)
 
     def lineage(self, read: list[Path], made: Path) -> None:
         """Record which stage's folder was made from which others: facts about them, not their contents.
@@ -79,11 +84,12 @@ class Tracker:
 
 
 def _artifact(wandb, folder: Path, read: list[str] | None = None):
-    """Return the artifact of a stage's folder: its name, and its manifest where it is sealed."""
+    """Return the artifact of a stage's folder: its name, and of a sealed one (not yet that which is being made) the manifest."""
     manifest = folder / "manifest.json"
-    facts = json.loads(manifest.read_text()) if manifest.is_file() else {}
-    about = {key: facts.get(key) for key in ("stage", "hash", "commit", "upstream", "summary")}
-    return wandb.Artifact(folder.name, type=folder.name.partition("-")[0], metadata={**about, "read": read})
+    sealed = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    stage, _, digest = folder.name.rpartition("-")
+    about = {"stage": stage, "hash": digest, **{key: sealed.get(key) for key in ("commit", "upstream", "summary")}}
+    return wandb.Artifact(folder.name, type=stage or "stage", metadata={**about, "read": read})
 
 
 def _step(line: str) -> float:

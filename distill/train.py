@@ -105,6 +105,8 @@ def run(
     if engine.activation_checkpointing:
         checkpoint_activations(model)
     trained = [p for p in trainee.parameters() if p.requires_grad]
+    # counted now: ZeRO-3 leaves a rank empty parameters
+    num_parameters, num_trained = (sum(p.numel() for p in of) for of in (model.parameters(), trained))
     optimizer = torch.optim.AdamW(_groups(trained, config), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     found, first_step = checkpoints.latest(state_folder), 0
     worker = build_engine(
@@ -115,7 +117,7 @@ def run(
         worker.load(found[0])
         first_step = found[1]["step"]
     named = {name: p for name, p in worker.module.named_parameters() if p.requires_grad}
-    ema = Ema(named, config.ema) if config.ema else None
+    ema = Ema(named, config.ema, worker.device) if config.ema else None
     if found and ema:
         ema.load(found[0])
     tracker = Tracker(
@@ -124,7 +126,7 @@ def run(
     eos, context = _eos(model, tokenizer), _context(model)
     kept = samples[0].topk_ids
     num_topk = kept.shape[1] if "kd" in objectives and kept is not None else 0
-    if "kd" in objectives and not num_topk:
+    if "kd" in config.used() and not num_topk:
         raise UserError("objectives.kd: the targets carry no log-probabilities; set targets.top_logprobs above 0")
 
     least = worker.world_size * config.gradient_accumulation_steps
@@ -173,7 +175,7 @@ def run(
         )
     plan, rounds = StepPlan(samples, config, facts["block_size"], seed, least), 0
     last: dict[str, float] = {}
-    meter = Meter(sum(p.numel() for p in model.parameters()), frozen=config.lora is not None, ranks=worker.world_size)
+    meter = Meter(num_parameters, frozen=adapter is not None, ranks=worker.world_size)
     with progress(stage, total=config.max_steps - first_step, unit="steps") as bar:
         for step in range(first_step, config.max_steps):
             share = step / config.max_steps
@@ -216,8 +218,14 @@ def run(
             meter.saw(batches)
             means = {n: s / t if t else 0.0 for n, s, t in zip(objectives, reduced[1:], totals)}
             if done % config.logging_steps == 0 or done == config.max_steps or done == 1:
-                seen, perf = meter.read(worker.all_sum)
-                last = {"loss": reduced[0], **means, **seen, "learning_rate": learning_rate, "grad_norm": grad_norm}
+                masked, perf = meter.read(batches, worker.all_sum)
+                last = {
+                    "loss": reduced[0],
+                    **means,
+                    "masked": masked,
+                    "learning_rate": learning_rate,
+                    "grad_norm": grad_norm,
+                }
                 if tracker:
                     tracker.log(done, last, perf)
             if held_out and (done % config.eval_steps == 0 or done == config.max_steps):
@@ -245,8 +253,8 @@ def run(
             shutil.rmtree(state_folder / copied, ignore_errors=True)
     if tracker:
         if tracker.on:
-            with worker.whole_weights():
-                tracker.table("samples", *_decoded(model, tokenizer, held_out[:TABLE_ROWS], facts["attention"]))
+            # from the folder: what this rank holds of the model may be a part
+            tracker.table("samples", lambda: _decoded(folder / "student", held_out[:TABLE_ROWS], facts["attention"]))
             tracker.lineage([targets] + ([Path(source).parent] if stage == "distill" else []), folder)
         tracker.close()
     return {
@@ -254,7 +262,7 @@ def run(
         "samples": len(samples),
         "held_out": len(held_out),
         "too_long": too_long,
-        "parameters_trained": sum(p.numel() for p in trained),
+        "parameters_trained": num_trained,
         "last": last,
         "engine": type(worker).__name__,
         "world_size": worker.world_size,
@@ -352,11 +360,12 @@ def _held_out(worker, held_out, batch_of, block_size, objectives) -> dict[str, f
     return measured
 
 
-def _decoded(model, tokenizer, samples: list[Sample], attention: str) -> tuple[list[str], list[list]]:
+def _decoded(student: Path, samples: list[Sample], attention: str) -> tuple[list[str], list[list]]:
     """Return a table's columns and rows: prompts, the teacher's answers and the student's, which it decodes."""
     columns = ["prompt", "teacher", "student", "tokens a forward"]
     if not samples:
         return columns, []
+    model, tokenizer = load_student(student)
     ways = {"sampler": "threshold"} if attention == "bidirectional" else {"sampler": "verify"}
     longest = max(len(s.response) for s in samples)
     answers = decode(model, [s.prompt.tolist() for s in samples], max_new_tokens=longest, eos_token_ids=eos_ids(model, tokenizer), **ways)  # fmt: skip

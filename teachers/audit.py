@@ -4,8 +4,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from fewstep.markup import facts, page, section, tag, text
-from fewstep.records import read_rows
+from fewstep.records import read_rows, shards
 
 SAMPLES, BARS = 20, 24
 WIDTH, HEIGHT = 640, 160  # of the histogram
@@ -17,13 +20,15 @@ def page_of(folder: Path, teacher: str, summary: dict) -> str:
     Args:
         summary: of the stage's manifest.
     """
-    rows = read_rows(folder, columns=["sample_id", "text", "response_ids", "finish_reason", "split"])
+    lengths: list[int] = []
+    for shard in shards(folder):
+        ids = pq.read_table(shard, columns=["response_ids"], partitioning=None)["response_ids"]
+        lengths += pc.list_value_length(ids).to_pylist()
+    rows = _shown(folder, len(lengths))
     dropped = json.loads((folder / "drops.json").read_text())
     name = Path(teacher).name
     body = tag("h1", text(f"Targets of {name}")) + facts(_facts(name, summary))
-    body += section(
-        "Length of the answers", histogram([len(row["response_ids"]) for row in rows]), "Tokens, EOS included."
-    )
+    body += section("Length of the answers", histogram(lengths), "Tokens, EOS included.")
     if dropped["counts"]:
         head = "".join(tag("th", text(word)) for word in ("reason", "answers", "one of them"))
         shown = [next(row for row in dropped["rows"] if row["reason"] == reason) for reason in dropped["counts"]]
@@ -32,12 +37,22 @@ def page_of(folder: Path, teacher: str, summary: dict) -> str:
             for row in shown
         )  # fmt: skip
         body += section("What was dropped", tag("table", tag("tr", head) + lines))
-    every = max(1, len(rows) // SAMPLES)
     samples = "".join(
         tag("h3", text(f"{row['sample_id']} ({row['split']}, {row['finish_reason']})")) + tag("pre", text(row["text"]))
-        for row in rows[::every][:SAMPLES]
+        for row in rows
     )
-    return page(f"Targets of {name}", body + section("Samples", samples, f"Every {every}th answer, not chosen."))
+    return page(f"Targets of {name}", body + section("Samples", samples, "Evenly spaced over all answers, not chosen."))
+
+
+def _shown(folder: Path, count: int) -> list[dict]:
+    """Return SAMPLES of the `count` rows, evenly spaced; a shard at a time is in memory."""
+    wanted = {i * count // SAMPLES for i in range(SAMPLES)}
+    found, first = [], 0
+    for shard in shards(folder):
+        rows = read_rows(shard, columns=["sample_id", "text", "finish_reason", "split"])
+        found += [row for i, row in enumerate(rows, first) if i in wanted]
+        first += len(rows)
+    return found
 
 
 def _facts(teacher: str, summary: dict) -> list[tuple[str, str]]:

@@ -164,16 +164,23 @@ def _collect(
     # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
     prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
     shards = {i: range(i * targets.shard_size, min((i + 1) * targets.shard_size, len(work.prompts))) for i in missing}
-    with progress("targets", sum(map(len, shards.values())), "prompts") as bar:
-        start, tokens = time.monotonic(), 0
+    with progress(
+        "targets", sum(map(len, shards.values())) * targets.samples, "answers" if targets.samples > 1 else "prompts"
+    ) as bar:
+        start, tokens, first_attempt = time.monotonic(), 0, True
 
         def on_batch(num_prompts: int, num_tokens: int) -> None:
             nonlocal tokens
             tokens += num_tokens
-            bar.advance(num_prompts, note=f"{tokens / max(time.monotonic() - start, 1e-9):,.1f} tokens/s")
+            bar.advance(
+                num_prompts if first_attempt else 0,
+                note=f"{tokens / max(time.monotonic() - start, 1e-9):,.1f} tokens/s",
+            )
             signals.raise_if_stopped(f"targets stopped; finished shards are kept in {folder}")
 
         def ask(wanted: list[Asked]) -> list[Generation]:
+            nonlocal first_attempt
+            first_attempt = wanted[0].attempt == 0
             return generate(
                 model,
                 [work.teacher_ids[a.row] for a in wanted],
@@ -240,7 +247,8 @@ def _judged(ask: Any, tokenizer: Any, work: Work, rows: range, prompts: PromptsC
     for judged in found.values():
         if judged.reason is None and (judged.asked.row, judged.text) in said:
             judged.reason = "repeated"
-        said.add((judged.asked.row, judged.text))
+        if judged.reason is None:
+            said.add((judged.asked.row, judged.text))
     return list(found.values())
 
 

@@ -73,7 +73,7 @@ class PromptsConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _by_ending(cls, value):
-        if isinstance(value, dict) and "source" not in value and value.get("path") is not None:
+        if isinstance(value, dict) and "source" not in value and isinstance(value.get("path"), (str, Path)):
             kind = SUFFIXES.get(Path(value["path"]).suffix.lower())
             return value if kind in (None, "jsonl") else {**value, "source": kind}
         return value

@@ -125,12 +125,20 @@ def licence(model: str, revision: str | None = None) -> Licence:
     path, commit = _locate(model, revision)
     if commit is None:
         return read_licence(card_in(Path(path)))
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.utils import EntryNotFoundError
 
     try:
         card = Path(hf_hub_download(path, "README.md", revision=commit)).read_text(encoding="utf-8")
-    except Exception:  # it has none, or it cannot be had now: then nothing is stated
+    except EntryNotFoundError:
         card = None
+    except Exception as error:  # no network, gated: what is not known must not pass for harmless
+        cached = try_to_load_from_cache(path, "README.md", revision=commit)
+        if not isinstance(cached, str):
+            raise UserError(
+                _cannot_load(model, error, "its card, which states the licence, is not to be had")
+            ) from None
+        card = Path(cached).read_text(encoding="utf-8")
     return read_licence(card)
 
 

@@ -22,12 +22,19 @@ CONDITIONS = {
     "llama4": "a model trained on its answers must have Llama at the beginning of its name, say Built with Llama and pass on its use policy",
     "llama": "its answers may not improve any other model",
     "gemma": "its use restrictions pass on to models trained on its answers",
-    "openrail": "its use restrictions pass on to derived models",
-    "bigscience": "its use restrictions pass on to derived models",
-    "creativeml": "its use restrictions pass on to derived models",
     "deepseek": "its use restrictions pass on to models trained on its answers",
-    "research": "research use alone",
     "other": "its own conditions, which no list knows",
+}
+# Part of a name → the same, for families of licences.
+FAMILIES = {
+    "rail": "its use restrictions pass on to derived models",
+    "creativeml": "its use restrictions pass on to derived models",
+    "deepfloyd": "its use restrictions pass on to derived models",
+    "noncommercial": "no commercial use",
+    "non-commercial": "no commercial use",
+    "-nc": "no commercial use",
+    "research": "research use alone",
+    "amlr": "research use alone",
 }
 
 
@@ -62,6 +69,7 @@ def read_licence(card: str | None, declared: str | None = None) -> Licence:
     asks = None
     if name is not None and name not in known:
         asks = next((said for begins, said in CONDITIONS.items() if name.startswith(begins)), None)
+        asks = asks or next((said for part, said in FAMILIES.items() if part in name), None)
         if asks is None and str(given).strip().lower() == "other":
             asks = CONDITIONS["other"]
     return Licence(name, str(link) if link else None, asks)

@@ -59,6 +59,11 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
                 prompt_id = f"{prompt_id}-{repeats[prompt_id]}"
         if prompt_id in places:
             raise UserError(f"{where}: id {prompt_id!r} was given in {places[prompt_id]} already; ids must differ")
+        try:
+            json.dumps(row.get("reference"))
+        except (TypeError, ValueError):
+            kind = type(row["reference"]).__name__
+            raise UserError(f"{where}: `reference` holds a {kind}, which is no JSON; write it as text") from None
         places[prompt_id] = where.rpartition(", ")[2]
         prompts.append(Prompt(prompt_id, messages, row.get("reference"), number))
     if not prompts:

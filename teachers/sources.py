@@ -55,8 +55,13 @@ def _jsonl(path: Path, config: PromptsConfig) -> Iterator[Row]:
 
 
 def _json_file(path: Path, config: PromptsConfig) -> Iterator[Row]:
-    """A list of objects, or an object with one list in it."""
-    whole = _json(_bytes(path), str(path), "write a list of objects")
+    """A list of objects, or an object with one list in it; JSON lines under that name are read as such."""
+    data = _bytes(path)
+    lines = [line for line in data.split(b"\n") if line.strip()]
+    if len(lines) > 1 and all(line.lstrip().startswith(b"{") and line.rstrip().endswith(b"}") for line in lines):
+        yield from _jsonl(path, config)
+        return
+    whole = _json(data, str(path), "write a list of objects")
     if isinstance(whole, dict):
         lists = [value for value in whole.values() if isinstance(value, list)]
         whole = lists[0] if len(lists) == 1 else whole
@@ -122,16 +127,17 @@ def _hub(config: PromptsConfig) -> Iterator[Row]:
     except ModuleNotFoundError:
         raise UserError(f"prompts.hf: {hub.name} needs the library datasets; pip install datasets") from None
     try:
-        rows = datasets.load_dataset(hub.name, hub.config, split=hub.split, revision=hub.revision)
-    except Exception as error:  # not found, no network, gated, no such split: all are named by the library
+        found = datasets.load_dataset(hub.name, hub.config, split=hub.split, revision=hub.revision)
+        rows = [dict(found[i]) for i in range(min(len(found), config.limit or len(found)))]
+    except (
+        Exception
+    ) as error:  # not found, no network, gated, no such split, a broken row: all are named by the library
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
             f"prompts.hf: {hub.name} cannot be read ({reason[:200]}); check name, config and split"
         ) from None
     for number, row in enumerate(rows, 1):
-        if config.limit is not None and number > config.limit:
-            return
-        yield f"{hub.name}, row {number}", number, dict(row)
+        yield f"{hub.name}, row {number}", number, row
 
 
 def _gym(config: PromptsConfig) -> Iterator[Row]:
@@ -142,11 +148,11 @@ def _gym(config: PromptsConfig) -> Iterator[Row]:
     except ModuleNotFoundError:
         raise UserError(f"prompts.reasoning_gym: {gym.name} needs its library; pip install reasoning-gym") from None
     try:
-        entries = reasoning_gym.create_dataset(gym.name, seed=gym.seed, size=gym.size, **gym.settings)
+        made = reasoning_gym.create_dataset(gym.name, seed=gym.seed, size=gym.size, **gym.settings)
+        entries = [made[i] for i in range(min(gym.size, config.limit or gym.size))]
     except Exception as error:  # an unknown task or setting
         raise UserError(f"prompts.reasoning_gym: {gym.name} cannot be made ({str(error)[:200]}); check name and settings") from None  # fmt: skip
-    for number in range(1, min(gym.size, config.limit or gym.size) + 1):
-        entry = entries[number - 1]
+    for number, entry in enumerate(entries, 1):
         yield f"{gym.name}, entry {number}", number, {config.field: entry["question"], "reference": entry["answer"]}
 
 

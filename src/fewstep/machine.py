@@ -26,13 +26,43 @@ PACKAGES = (
 )
 
 # Dense bf16 FLOPs a second at the peak, and memory in bytes, as the makers state them.
-GPU_FLOPS = {"B200": 2.2e15, "H200": 9.9e14, "H100": 9.9e14, "A100": 3.1e14, "L40S": 3.6e14, "4090": 1.7e14}
-GPU_MEMORY = {"B200": 1.8e11, "H200": 1.41e11, "H100": 8e10, "A100": 8e10, "L40S": 4.8e10, "4090": 2.4e10}
+GPU_FLOPS = {
+    "B200": 2.2e15,
+    "H200": 9.9e14,
+    "H100": 9.9e14,
+    "A100-SXM4-40GB": 3.1e14,
+    "A100": 3.1e14,
+    "L40S": 3.6e14,
+    "RTX 4090": 1.7e14,
+}
+GPU_MEMORY = {
+    "B200": 1.8e11,
+    "H200": 1.41e11,
+    "H100": 8e10,
+    "A100-SXM4-40GB": 4e10,
+    "A100": 8e10,
+    "L40S": 4.8e10,
+    "RTX 4090": 2.4e10,
+}
 
 
 def rank() -> int:
     """Return which of a launcher's processes this one is; 0 where there is no launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def peak_memory_mb() -> float:
+    """Return the most resident memory that this process has had.
+
+    From the kernel's table where there is one: `getrusage` counts what the parent had at the fork, too.
+    """
+    try:
+        with open("/proc/self/status") as table:
+            return next(int(line.split()[1]) for line in table if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def cores() -> int:

@@ -198,8 +198,15 @@ def test_doctors_verdict_names_what_is_missing_and_a_full_disk():
     facts = {"versions": dict.fromkeys(NEEDED, "1"), "engines": {"plain": "ready", "deepspeed": "missing: x"},
              "hardware": {"gpus": [], "cores": 2}, "disk_free_gb": 1.0}  # fmt: skip
     assert _verdict(facts) == "ready: trains on 2 CPU cores with engine plain; only 1.0 GB of disk are free"
-    del facts["versions"]["pyarrow"]
-    assert _verdict(facts) == "not ready: pyarrow missing; pip install fewstep"
+
+
+def test_doctor_does_without_what_is_missing(monkeypatch, tmp_path):
+    from fewstep.distill import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "torch" else object())
+    facts = doctor.examine(tmp_path)
+    assert facts["verdict"] == "not ready: torch missing; pip install fewstep"
+    assert doctor.as_text(facts) == f"verdict    {facts['verdict']}"
 
 
 def test_show_puts_dots_where_nothing_is_decided_and_counts_what_a_forward_changed():

@@ -170,6 +170,23 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would(recipe_f
     assert said.err.count("\n") == 1 and "the smallest change" in said.err and "by plan.price_per_hour" in said.out
 
 
+def test_samples_cost_their_answers_and_attempts_their_time(recipe_file):
+    one, many, again = (
+        estimate(load_recipe(recipe_file, ["targets.temperature=1.0", *keys]), SMOL)
+        for keys in ([], ["targets.samples=8"], ["targets.attempts=4"])
+    )
+    assert many["targets"].tokens == 8 * one["targets"].tokens and many["adapt"].disk > one["adapt"].disk
+    assert again["targets"].tokens == one["targets"].tokens and again["targets"].flops > 3 * one["targets"].flops
+
+
+def test_a_stage_that_is_left_is_refused_though_a_larger_one_is_done(recipe_file):
+    recipe = load_recipe(recipe_file, ["adapt.batch_tokens=32768", "distill.batch_tokens=16384"])
+    needs, machine = estimate(recipe, SMOL), Machine("cpu", 1e9, False, "", 1e9)
+    assert fit.too_large(recipe, needs, machine, {"adapt", "distill"}) == "adapt"
+    assert fit.too_large(recipe, needs, machine, {"distill"}) == "distill"
+    assert fit.too_large(recipe, needs, machine, {"eval"}) is None
+
+
 def test_smaller_changes_come_first(recipe_file):
     recipe = load_recipe(recipe_file, ["adapt.batch_tokens=32768"])
     need = estimate(recipe, SMOL)["adapt"].memory

@@ -188,16 +188,16 @@ def test_accumulation_does_not_change_the_result(world, tmp_path):
 @pytest.mark.parametrize("engine", ["plain", "deepspeed"])
 def test_stopped_and_resumed_equals_undisturbed_bit_for_bit(world, tmp_path, engine, monkeypatch):
     engine = EngineConfig(name=engine)
-    go(world, tmp_path / "whole", engine=engine, ema=0.8)
+    go(world, tmp_path / "whole", engine=engine, ema=0.8, logging_steps=4)
     asked = iter([None] * 5 + [15])
     monkeypatch.setattr(train, "stop_requested", lambda: next(asked, None))
     with pytest.raises(Stopped, match="step 6"):
-        go(world, tmp_path / "cut", engine=engine, ema=0.8)
+        go(world, tmp_path / "cut", engine=engine, ema=0.8, logging_steps=4)
     monkeypatch.undo()
     assert not (tmp_path / "cut" / "student").exists()
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')  # what a kill after the checkpoint may leave
-    summary = go(world, tmp_path / "cut", engine=engine, ema=0.8)
+    summary = go(world, tmp_path / "cut", engine=engine, ema=0.8, logging_steps=4)
     assert summary["resumed_from"] == 6
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(a[k], b[k]) for k in a)

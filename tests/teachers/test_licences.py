@@ -27,6 +27,9 @@ def card(header: str) -> str:
         ),
         ("license: other\nlicense_name: llama3.3", "llama3.3", "Llama at the beginning"),
         ("license: cc-by-4.0", "cc-by-4.0", None),
+        ("license: bigcode-openrail-m", "bigcode-openrail-m", "pass on"),
+        ("license: apple-amlr", "apple-amlr", "research"),
+        ("license: fair-noncommercial-research-license", "fair-noncommercial-research-license", "no commercial"),
         ("tags: [x]", None, None),
         ("license: [", None, None),  # no YAML
     ],

@@ -44,6 +44,25 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path, kind):
     assert [p.id for p in read_prompts(config.model_copy(update={"limit": 2}))] == ["a", "b"]
 
 
+def test_json_lines_are_read_whatever_the_file_is_called_and_odd_names_are_refused(tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert [p.id for p in read_prompts(PromptsConfig(path=path))] == ["a", "b", "c"]
+    for odd in (5, ["a"]):
+        with pytest.raises(ValueError, match="path"):
+            PromptsConfig(path=odd)
+
+
+def test_a_reference_that_is_no_json_is_named(tmp_path):
+    import datetime
+
+    pq.write_table(
+        pa.Table.from_pylist([{"instruction": "x", "reference": datetime.date(2026, 1, 1)}]), tmp_path / "p.parquet"
+    )
+    with pytest.raises(UserError, match="row 1: `reference` holds a date, which is no JSON"):
+        read_prompts(PromptsConfig(path=tmp_path / "p.parquet"))
+
+
 def test_lines_of_a_text_file_are_messages(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("first\r\n\n  \nsecond \u2028 line\n".encode())

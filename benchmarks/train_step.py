@@ -10,7 +10,6 @@ interval is over steps. Peak memory is that of a process of its own for each.
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -130,7 +129,7 @@ def only(kind: str, teacher: str, rows: int) -> None:
             ar_step(model, optimizer, batch)
         elif kind == "ours":
             our_step(trainee, optimizer, lay(batch, facts))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(machine.peak_memory_mb())
 
 
 def main() -> None:

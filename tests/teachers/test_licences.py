@@ -23,8 +23,9 @@ def card(header: str) -> str:
         (
             "license: other\nlicense_name: qwen-research\nlicense_link: https://x/y",
             "qwen-research",
-            "its own conditions",
+            "research use alone",
         ),
+        ("license: other\nlicense_name: acme", "acme", "its own conditions"),
         ("license: other\nlicense_name: llama3.3", "llama3.3", "Llama at the beginning"),
         ("license: cc-by-4.0", "cc-by-4.0", None),
         ("license: bigcode-openrail-m", "bigcode-openrail-m", "pass on"),

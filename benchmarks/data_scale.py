@@ -1,9 +1,11 @@
 """Train on 10,000 and on 1,000,000 targets: memory, start-up and the time of a step must not notice.
 
     python benchmarks/data_scale.py
+    python benchmarks/data_scale.py --kd
 
 Targets of random tokens are written for the purpose; the quickstart's teacher is adapted on them for a few steps, each
-size in a process of its own, in turn. What is not the same within its bound ends the script with exit code 1.
+size in a process of its own, in turn. What is not the same within its bound ends the script with exit code 1. With
+`--kd` the teacher's distributions are read too, which are most of the data: start-up is then shown and not bound.
 """
 
 import argparse
@@ -61,23 +63,23 @@ def write_targets(folder: Path, rows: int) -> None:
         pq.write_table(pa.table(columns, schema=records.SCHEMA), folder / "shards" / f"{number:05d}.parquet", compression="zstd")  # fmt: skip
 
 
-def train(targets: Path, folder: Path) -> None:
+def train(targets: Path, folder: Path, kd: bool) -> None:
     from fewstep.distill import train as stage
     from fewstep.distill.config import AdaptConfig, EngineConfig, TrackConfig
     from fewstep.students.config import StudentConfig
 
     config = AdaptConfig(max_steps=STEPS, batch_tokens=1500, logging_steps=1, eval_steps=STEPS, save_steps=STEPS,
-                         objectives={"ce": 1.0, "ar": 1.0, "kd": 0.3})  # fmt: skip
+                         objectives={"ce": 1.0, "ar": 1.0} | ({"kd": 0.3} if kd else {}))  # fmt: skip
     teacher = ROOT / "recipes" / "quickstart" / "teacher"
     stage.run(folder, "adapt", config, StudentConfig(block_size=16), EngineConfig(name="plain", threads=1), TrackConfig(),
               teacher, targets, 0, "data-scale")  # fmt: skip
 
 
-def measure(targets: Path, folder: Path, rows: int) -> dict:
+def measure(targets: Path, folder: Path, rows: int, kd: bool) -> dict:
     """Train in a process of its own and return what it cost; `start_s` is the time to the end of the first step."""
     folder.mkdir(parents=True)
     begin = time.time()
-    child = subprocess.Popen([sys.executable, __file__, "--train", str(targets), str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    child = subprocess.Popen([sys.executable, __file__, "--train", str(targets), str(folder), *(["--kd"] if kd else [])], env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     metrics, first = folder / "metrics.jsonl", None
     while child.poll() is None:
         if first is None and metrics.is_file() and metrics.stat().st_size:
@@ -94,17 +96,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs=2, default=(10_000, 1_000_000))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kd", action="store_true", help="distil from the teacher's distributions")
     parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        return train(*args.train)
+        return train(*args.train, args.kd)
     found: dict[int, list[dict]] = {rows: [] for rows in args.rows}
     with tempfile.TemporaryDirectory() as scratch:
         for rows in args.rows:
             write_targets(Path(scratch) / str(rows), rows)
         for repeat in range(args.repeats):
             for rows in args.rows:
-                found[rows].append(measure(Path(scratch) / str(rows), Path(scratch) / f"run-{rows}-{repeat}", rows))
+                found[rows].append(
+                    measure(Path(scratch) / str(rows), Path(scratch) / f"run-{rows}-{repeat}", rows, args.kd)
+                )
                 print(found[rows][-1], flush=True)
     few, many = (
         {key: median(run[key] for run in found[rows]) for key in ("rows", "start_s", "step_s", "memory_mb")}
@@ -112,9 +117,9 @@ def main() -> None:
     )
     ratios = {key: many[key] / few[key] for key in ("step_s", "memory_mb")}
     print(f"{many['rows']:,} rows against {few['rows']:,}: step {ratios['step_s']:.2f}x, memory {ratios['memory_mb']:.2f}x, start-up {many['start_s']:.1f} s against {few['start_s']:.1f} s")  # fmt: skip
-    kept = {"command": "python benchmarks/data_scale.py", "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": [few, many, {"ratios": ratios}]}  # fmt: skip
-    write_atomic(RESULTS / "data_scale.json", json.dumps(kept, indent=1) + "\n")
-    if ratios["step_s"] > SLOWER or ratios["memory_mb"] > HEAVIER or many["start_s"] > START:
+    kept = {"command": "python benchmarks/data_scale.py" + (" --kd" if args.kd else ""), "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": [few, many, {"ratios": ratios}]}  # fmt: skip
+    write_atomic(RESULTS / f"data_scale{'_kd' if args.kd else ''}.json", json.dumps(kept, indent=1) + "\n")
+    if ratios["step_s"] > SLOWER or ratios["memory_mb"] > HEAVIER or (many["start_s"] > START and not args.kd):
         raise SystemExit("a bound is broken")
 
 

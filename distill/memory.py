@@ -14,11 +14,13 @@ of DeepSpeed's own estimators.
 
 from fewstep.distill.config import EngineConfig, TrainingConfig
 
-PROCESS_BYTES = {"cpu": 4.2e8, "gpu": 8e8}  # Python and the libraries; on a GPU its context and their workspaces
+PROCESS_BYTES = {"cpu": 4.6e8, "gpu": 8e8}  # Python and the libraries; on a GPU its context and their workspaces
 # What autograd keeps of a position and layer: 10 tensors of the hidden width and 4 of the inner one (Llama, SDPA).
 HIDDEN_KEPT, INNER_KEPT = 10, 4
 # A CPU's allocator keeps what batches of other shapes left behind; a GPU's caches by size and wastes less.
 SLACK = {"cpu": 1.25, "gpu": 1.1}
+# Of what recomputing gives up, a CPU's allocator keeps about a third: measured, benchmarks/memory.py.
+KEPT_DESPITE = {"cpu": 0.35, "gpu": 0.0}
 CHUNK_ROWS, CHUNK_COPIES = 256, 4  # rows of logits at a time (kernels/linear_rows_loss), and how often they exist
 
 
@@ -39,17 +41,24 @@ def training_memory(
     short = engine.precision == "bf16" or (engine.precision == "auto" and gpu)
     size = 2 if short else 4
     stage = engine.zero_stage if engine.name == "deepspeed" else 0
+    hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
     parts = _states(learns, ranks, engine, short)
     parts["host" if engine.offload == "all" else "weights"] += size * frozen / (ranks if stage == 3 else 1)
     if stage == 3:
         parts["weights"] += 2 * size * largest_layer(facts)  # gathered, and its gradient
+    if config.lora is not None and not config.lora.gated:
+        parts["weights"] += (
+            4 * size * hidden * (facts["vocab_size"] or 0)
+        )  # the mask token's row: PEFT copies the matrix
+        parts["saving"] = size * frozen  # merged into a copy of the weights
     if config.ema:
         parts["optimizer"] += 4 * learns / (ranks if stage == 3 else 1)
-    hidden, inner = facts["hidden_size"] or 0, facts["intermediate_size"] or 4 * (facts["hidden_size"] or 0)
     positions = config.batch_tokens / config.gradient_accumulation_steps / ranks
     layer = positions * (HIDDEN_KEPT * hidden + INNER_KEPT * inner) * size
     layers = facts["num_layers"] or 0
-    kept = layers * positions * hidden * size + layer if engine.activation_checkpointing else layers * layer
+    kept = layers * layer
+    if engine.activation_checkpointing:
+        kept = max(KEPT_DESPITE[kind] * kept, layers * positions * hidden * size + layer)
     parts["activations"] = SLACK[kind] * kept + positions * (positions if engine.packing == "packed" else row) * (
         1 + size
     )  # and the masks

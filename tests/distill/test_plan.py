@@ -196,7 +196,7 @@ def test_smaller_changes_come_first(recipe_file):
     ):
         machine = Machine("cpu", 1e9, False, "", share * need / fit.FILL)
         assert fit.smallest_change(recipe, "adapt", SMOL, machine) == wanted
-    lora = fit.smallest_change(recipe, "adapt", SMOL, Machine("cpu", 1e9, False, "", 3.3e9))
+    lora = fit.smallest_change(recipe, "adapt", SMOL, Machine("cpu", 1e9, False, "", 4e9))
     assert lora["adapt.lora"] == {"rank": 64} and "engine.activation_checkpointing" in lora
     assert fit.smallest_change(recipe, "adapt", SMOL, Machine("cpu", 1e9, False, "", 1e8)) is None
 

@@ -64,56 +64,67 @@ class Stage:
         return f"{self.name}-{self.hash}"
 
 
-def chain(recipe: Recipe) -> dict[str, Stage]:
-    """Return the recipe's stages in order, with every hash.
+def parts(recipe: Recipe) -> dict[str, dict]:
+    """Return the part of the recipe that each of its stages uses, without paths, in the stages' order.
 
     `distill` is absent where the recipe sets it to null, `publish` where no repository is named.
-
-    Raises:
-        UserError: a file that is an input is missing or broken.
     """
-    stages: dict[str, Stage] = {}
-
-    def add(name: str, config: dict, inputs: dict[str, str], *reads: str) -> None:
-        upstream = {read: stages[read].hash for read in reads if read in stages}
-        config = {**config, "seed": recipe.seed}
-        digest = stage_hash(name, VERSIONS[name], config, inputs, list(upstream.values()))
-        stages[name] = Stage(name, config, inputs, upstream, digest)
-
-    tasks = {f"tasks.{i}": _task_fingerprint(i, task) for i, task in enumerate(recipe.eval.tasks)}
     engine = recipe.engine.model_dump(mode="json", include={"precision", "threads"})
-    add(
-        "targets",
-        {
+    student = recipe.student.model_dump(mode="json", exclude={"base"})
+    found: dict[str, dict] = {
+        "targets": {
             "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
             "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude=ASKED))
             | {"source": "jsonl"},
             "targets": _targets(recipe),
             "threads": recipe.engine.threads,
         },
-        {
+        "adapt": {"student": student, "adapt": _trained(recipe.adapt), "engine": engine},
+    }
+    if recipe.distill is not None:
+        found["distill"] = {"student": student, "distill": _trained(recipe.distill), "engine": engine}
+    evaluation = recipe.eval.model_dump(mode="json", exclude={"tasks": {"__all__": {"path"}}})
+    found["eval"] = {"eval": evaluation, "threads": recipe.engine.threads}
+    found["report"] = {"name": recipe.name}
+    if recipe.publish.repo is not None:
+        found["publish"] = {"publish": recipe.publish.model_dump(mode="json")}
+    return {name: {**part, "seed": recipe.seed} for name, part in found.items()}
+
+
+# What a stage reads of the stages before it.
+READS = {
+    "targets": (),
+    "adapt": ("targets",),
+    "distill": ("targets", "adapt"),
+    "eval": ("targets", "adapt", "distill"),
+    "report": ("targets", "adapt", "distill", "eval"),
+    "publish": ("adapt", "distill", "eval", "report"),
+}
+
+
+def chain(recipe: Recipe) -> dict[str, Stage]:
+    """Return the recipe's stages in order, with every hash; those of `parts`.
+
+    Raises:
+        UserError: a file that is an input is missing or broken.
+    """
+    tasks = {f"tasks.{i}": _task_fingerprint(i, task) for i, task in enumerate(recipe.eval.tasks)}
+    base = recipe.student.base
+    inputs: dict[str, dict[str, str]] = {
+        "targets": {
             "teacher": teacher_fingerprint(recipe.teacher.model, recipe.teacher.revision),
             "prompts": prompts_fingerprint(recipe.prompts, recipe.targets),
             **(tasks if recipe.prompts.decontaminate else {}),
         },
-    )
-    student = recipe.student.model_dump(mode="json", exclude={"base"})
-    base = recipe.student.base
-    add(
-        "adapt",
-        {"student": student, "adapt": _trained(recipe.adapt), "engine": engine},
-        {} if base is None else {"base": teacher_fingerprint(str(base))},
-        "targets",
-    )
-    if recipe.distill is not None:
-        config = {"student": student, "distill": _trained(recipe.distill), "engine": engine}
-        add("distill", config, {}, "targets", "adapt")
-    config = recipe.eval.model_dump(mode="json", exclude={"tasks": {"__all__": {"path"}}})
-    add("eval", {"eval": config, "threads": recipe.engine.threads}, tasks, "targets", "adapt", "distill")
-    add("report", {"name": recipe.name}, {}, "targets", "adapt", "distill", "eval")
-    if recipe.publish.repo is not None:
-        publish = recipe.publish.model_dump(mode="json")
-        add("publish", {"publish": publish}, {}, "adapt", "distill", "eval", "report")
+        "adapt": {} if base is None else {"base": teacher_fingerprint(str(base))},
+        "eval": tasks,
+    }
+    stages: dict[str, Stage] = {}
+    for name, config in parts(recipe).items():
+        upstream = {read: stages[read].hash for read in READS[name] if read in stages}
+        outside = inputs.get(name, {})
+        digest = stage_hash(name, VERSIONS[name], config, outside, list(upstream.values()))
+        stages[name] = Stage(name, config, outside, upstream, digest)
     return stages
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -190,6 +191,12 @@ class Samples(Sequence[Sample]):
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._extra)
+
+    @overload
+    def __getitem__(self, i: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Sample]: ...
 
     def __getitem__(self, i):
         if isinstance(i, slice):

@@ -4,7 +4,8 @@
     python benchmarks/lab/run.py                  everything, on two cores in about seven hours
     python benchmarks/lab/run.py --tasks sort bits --systems recommended "undistilled, longer" --seeds 0
 
-Resumable: a job is a recipe's chain of stages, and finished stages are skipped. A job is one system
+Resumable: a job is a recipe's chain of stages, and finished stages are skipped; what a job measured is kept in
+benchmarks/results/lab/, and a job that is kept there, with the same recipe, teacher and prompts, is not run again. A job is one system
 (a line of SYSTEMS) on one task with one training seed; the jobs of a task and seed run one after the
 other, because they share targets and adaptation, and `--jobs` of these groups run side by side, each on a core of
 its own. `table.py` gathers what they left into benchmarks/results/lab.json, lab.md and lab.svg.
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import kept
 from tasks import TASKS, TEACHER_VERSION, rows
 
+from fewstep.distill.recipe import Recipe, load_recipe
 from fewstep.errors import RunFailed, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +123,13 @@ class Job:
         halved = [f"adapt.max_steps={750 if LONGER[0] in own else 300}", "eval.tasks.0.limit=300"]
         return given + halved + ([] if UNDISTILLED[0] in own else ["distill.max_steps=450"])
 
+    def recipe(self, quick: bool) -> Recipe:
+        return load_recipe(RECIPES / f"{self.task}.yaml", self.overrides(quick))
+
+    def record(self, quick: bool, runs: Path) -> Path:
+        """Return where what it measured is kept; a quick job's stays with its runs."""
+        return (runs if quick else RESULTS) / "lab" / f"{self.name(quick).removeprefix('lab-')}.parquet"
+
     def name(self, quick: bool) -> str:
         """Return the name under which the runs folder lists the job's stages."""
         slug = "".join(c if c.isalnum() else "-" for c in self.system).strip("-")
@@ -196,6 +206,11 @@ def run_group(group: list[Job], runs: Path, quick: bool, cores: SimpleQueue) -> 
     core, failed = cores.get(), []
     try:
         for job in group:
+            recipe, record = job.recipe(quick), job.record(quick, runs)
+            there = kept.read(recipe, record)
+            if there is not None and there[0]["inputs"] == kept.inputs(recipe):
+                print(f"{job.name(quick)}: kept", flush=True)
+                continue
             log = runs / f"{job.name(quick)}.log"
             with log.open("w") as out:
                 done = subprocess.run(
@@ -206,6 +221,8 @@ def run_group(group: list[Job], runs: Path, quick: bool, cores: SimpleQueue) -> 
             print(f"{job.name(quick)}: {'done' if done.returncode == 0 else f'FAILED, see {log}'}", flush=True)
             if done.returncode:
                 failed.append(job)
+            else:
+                kept.keep(recipe, runs, record)
     finally:
         cores.put(core)
     return failed

@@ -3,6 +3,8 @@
     python benchmarks/lab/table.py                 benchmarks/results/lab.json, lab.md and lab.svg
     python benchmarks/lab/table.py --quick         of a quick run; printed, nothing is written
 
+It reads the records of `kept.py`.
+
 What is compared is the TPF at equal quality. Of a system's settings (its thresholds, `verify`, and its own AR
 decoding) the one with the most tokens a forward is taken among those that score at most one point less than
 the AR teacher on the prompts at even places; its TPF and score are measured on those at odd places. A system
@@ -20,16 +22,13 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+import kept
 import numpy as np
-import pyarrow.parquet as pq
 from run import ALL, DRAWN, ONCE, RECIPES, RESULTS, ROOT, SYSTEMS, jobs
 
 from fewstep import machine
-from fewstep.distill.chain import chain
-from fewstep.distill.recipe import load_recipe
-from fewstep.errors import UserError
 from fewstep.eval.verdict import setting_name
-from fewstep.runstore import StageFolder, write_atomic
+from fewstep.runstore import write_atomic
 
 DRAWS, LOSS = 1000, 0.01  # bootstrap draws; the score that a system may lose to the teacher
 CURVE = "threshold"  # the sampler of the figure's curves
@@ -82,17 +81,17 @@ class Bootstrap:
 
 
 def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]], list[str], list[dict]]:
-    """Return system → its settings, seeds stacked; the names of jobs that are not complete; the evaluations' manifests."""
+    """Return system → its settings, seeds stacked; the names of jobs that have no record; the facts of those that have."""
     found: dict[tuple, dict[int, dict]] = {}
-    missing, manifests = [], []
+    missing, facts = [], []
     for job in (job for group in jobs([task], list(SYSTEMS), quick) for job in group):
-        # by its hash, not by the name's last run: what another recipe or version measured does not count
-        folder = StageFolder(runs / chain(load_recipe(RECIPES / f"{task}.yaml", job.overrides(quick)))["eval"].folder)
-        if not folder.is_complete():
+        record = kept.read(job.recipe(quick), job.record(quick, runs))
+        # what was measured of another recipe, or against another teacher or on other prompts, does not count
+        if record is None or (facts and record[0]["inputs"] != facts[0]["inputs"]):
             missing.append(job.name(quick))
             continue
-        manifests.append(folder.manifest())
-        for row in pq.read_table(folder.path / "samples.parquet", partitioning=None).to_pylist():
+        facts.append(record[0])
+        for row in record[1]:
             if row["system"] == "student":
                 system = job.system
             elif job.system == RECOMMENDED:
@@ -101,14 +100,13 @@ def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]],
                 continue  # the same weights and prompts again
             key = (system, row["sampler"], row["settings"])
             values = found.setdefault(key, {}).setdefault(job.seed, {"score": [], "tokens": [], "nfe": []})
-            values["score"].append(row["score"])
-            values["tokens"].append(len(row["ids"]))
-            values["nfe"].append(row["nfe"])
+            for name, column in values.items():
+                column.append(row[name])
     systems: dict[str, list[Measured]] = {}
     for (system, sampler, settings), by_seed in found.items():
         arrays = (np.array([by_seed[s][k] for s in by_seed], float) for k in ("score", "tokens", "nfe"))
         systems.setdefault(system, []).append(Measured(system, sampler, json.loads(settings), list(by_seed), *arrays))
-    return systems, missing, manifests
+    return systems, missing, facts
 
 
 def choose(system: list[Measured], teacher: Measured, loss: float = LOSS) -> Measured | None:
@@ -169,13 +167,10 @@ def row(task: str, m: Measured, teacher: Measured) -> dict:
 
 
 def of_task(task: str, runs: Path, quick: bool) -> tuple[list[dict], list[dict], list[str], list[dict]]:
-    """Return a task's rows (one a setting), its summary (one a system), what is missing, and the manifests."""
-    try:
-        systems, missing, manifests = read(task, runs, quick)
-    except UserError:  # neither prompts nor a teacher were made
-        return [], [], [job.name(quick) for group in jobs([task], list(SYSTEMS), quick) for job in group], []
+    """Return a task's rows (one a setting), its summary (one a system), what is missing, and the records' facts."""
+    systems, missing, facts = read(task, runs, quick)
     if TEACHER not in systems:
-        return [], [], missing, manifests
+        return [], [], missing, facts
     teacher = systems[TEACHER][0]
     # a job of another seed than the recommended recipe's has no teacher to be compared with
     systems = {name: [m for m in found if set(m.seeds) <= set(teacher.seeds)] for name, found in systems.items()}
@@ -187,7 +182,7 @@ def of_task(task: str, runs: Path, quick: bool) -> tuple[list[dict], list[dict],
                 other: systems[other] for other in (UNDISTILLED, RECOMMENDED) if other != name and systems.get(other)
             }
             summary.append({"task": task, "system": name, **compare(systems[name], teacher, others)})
-    return rows, summary, missing, manifests
+    return rows, summary, missing, facts
 
 
 def markdown(summary: list[dict], rows: list[dict], missing: list[str]) -> str:
@@ -256,19 +251,17 @@ def main() -> None:
     rows: list[dict] = []
     summary: list[dict] = []
     missing: list[str] = []
-    manifests: list[dict] = []
+    facts: list[dict] = []
     for task in sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in DRAWN):
-        for all_of_it, part in zip((rows, summary, missing, manifests), of_task(task, args.runs, args.quick)):
+        for all_of_it, part in zip((rows, summary, missing, facts), of_task(task, args.runs, args.quick)):
             all_of_it += part
     if not rows:
-        raise SystemExit(
-            f"no finished job of the recommended recipe under {args.runs}; run benchmarks/lab/run.py first"
-        )
+        raise SystemExit("no record of the recommended recipe; run benchmarks/lab/run.py first")
     print(markdown(summary, rows, missing))
     if args.quick:
         return
-    kept = {"command": "python benchmarks/lab/run.py", "commit": sorted({m["commit"] for m in manifests}),
-            "date": str(date.today()), "hardware": manifests[-1]["hardware"], "versions": machine.versions(), "rows": rows,
+    kept = {"command": "python benchmarks/lab/run.py", "commit": sorted({f["commit"] for f in facts}),
+            "date": str(date.today()), "hardware": facts[-1]["hardware"], "versions": machine.versions(), "rows": rows,
             "summary": summary, "missing": missing}  # fmt: skip
     write_atomic(RESULTS / "lab.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     write_atomic(RESULTS / "lab.md", markdown(summary, rows, missing))

@@ -28,7 +28,7 @@ def lab():
         yield {"run": run, "table": table, "tasks": tasks}
     finally:
         sys.path.remove(LAB)
-        for name in ("run", "table", "tasks", "booking", "stories"):
+        for name in ("run", "table", "tasks", "booking", "stories", "kept"):
             sys.modules.pop(name, None)
 
 

@@ -17,7 +17,7 @@ from fewstep.errors import UserError
 from fewstep.eval.config import EVAL_VERSION, REPORT_VERSION
 from fewstep.runstore import stage_hash
 from fewstep.teachers.config import TARGETS_VERSION, PromptsConfig
-from fewstep.teachers.load import teacher_fingerprint
+from fewstep.teachers.load import fingerprint_of, teacher_fingerprint
 from fewstep.teachers.prompts import Prompt, prompts_fingerprint, read_prompts
 
 # A stage's number stands in its room's config.py and is raised when the same recipe would give other outputs.
@@ -112,7 +112,7 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
     base = recipe.student.base
     inputs: dict[str, dict[str, str]] = {
         "targets": {
-            "teacher": teacher_fingerprint(recipe.teacher.model, recipe.teacher.revision),
+            "teacher": fingerprint_of(recipe.teacher),
             "prompts": prompts_fingerprint(recipe.prompts, recipe.targets),
             **(tasks if recipe.prompts.decontaminate else {}),
         },

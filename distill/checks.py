@@ -16,6 +16,7 @@ from fewstep.errors import UserError
 from fewstep.eval import tasks_by_name
 from fewstep.runstore import require_disk
 from fewstep.students.families import PROBED
+from fewstep.teachers import endpoint
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.filters import check_references, make_filter
 from fewstep.teachers.licences import check_licence
@@ -34,7 +35,7 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
         return
     if "eval" in todo and not recipe.eval.tasks:
         raise UserError("eval.tasks is empty; name at least one task, such as {name: booking, path: eval.jsonl}")
-    facts = describe(recipe.teacher.model, recipe.teacher.revision)
+    facts = describe(*recipe.reference)
     if recipe.student.base is not None:
         base = describe(str(recipe.student.base))
         if base["vocab_size"] != facts["vocab_size"]:
@@ -48,7 +49,9 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
         _converts(recipe)
     if "targets" in todo:
         given = recipe.teacher
-        check_licence(given.model, licence(given.model, given.revision), given.acknowledge)
+        check_licence(given, licence(given))
+        if given.is_endpoint:
+            endpoint.check(given)
     if "targets" in todo or "eval" in todo:
         _prompts_fit(recipe, facts["context_length"])
     sizes = estimate(recipe, facts)
@@ -144,11 +147,12 @@ class _Tokenizer:
     """Counts a prompt's tokens; loads as little as the question needs."""
 
     def __init__(self, recipe: Recipe):
-        self.teacher = recipe.teacher
+        self.reference = recipe.reference
         self._fast: Any = None
         self._full: Any = None
-        file = Path(recipe.teacher.model) / "tokenizer.json"
-        if kind_of(recipe.teacher.model) == "hf" and file.is_file():
+        model, _ = recipe.reference
+        file = Path(model) / "tokenizer.json"
+        if kind_of(model) == "hf" and file.is_file():
             from tokenizers import Tokenizer
 
             self._fast = Tokenizer.from_file(str(file))
@@ -163,7 +167,7 @@ class _Tokenizer:
         if self._full is None:
             from fewstep.teachers.load import load_tokenizer
 
-            self._full = load_tokenizer(self.teacher.model, self.teacher.revision)
+            self._full = load_tokenizer(*self.reference)
         from fewstep.chat import encode_prompt
 
         return len(encode_prompt(self._full, messages))

@@ -28,7 +28,10 @@ def _targets(recipe: Recipe, folders: dict[str, Path]) -> dict:
     from fewstep.teachers.collect import run
 
     avoid = evaluation_prompts(recipe) if recipe.prompts.decontaminate else None
-    return run(folders["targets"], recipe.teacher, recipe.prompts, recipe.targets, recipe.seed, avoid)
+    base = recipe.student.base
+    return run(
+        folders["targets"], recipe.teacher, recipe.prompts, recipe.targets, recipe.seed, avoid, None if base is None else str(base)
+    )  # fmt: skip
 
 
 def _adapt(recipe: Recipe, folders: dict[str, Path]) -> dict:

@@ -22,7 +22,7 @@ def plan(recipe: Recipe, runs: Path) -> dict:
     stages = chain(recipe)
     states = {name: _state(runs / stage.folder) for name, stage in stages.items()}
     check(recipe, stages, runs, [name for name, state in states.items() if state != "complete"])
-    facts = describe(recipe.teacher.model, recipe.teacher.revision)
+    facts = describe(*recipe.reference)
     machine = machine_for(recipe)
     needs = estimate(recipe, facts, machine.gpu)
     rows = []

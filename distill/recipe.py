@@ -30,7 +30,7 @@ from fewstep.errors import UserError
 from fewstep.eval.config import EvalConfig
 from fewstep.schema import Config
 from fewstep.students.config import StudentConfig
-from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.config import ENDPOINT, PromptsConfig, TargetsConfig, TeacherConfig
 
 Key = tuple[str, ...]  # ("adapt", "lora", "rank"); "*" stands for any item of a list or mapping
 
@@ -79,6 +79,7 @@ class Recipe(Config):
             raise ValueError(
                 "prompts.decontaminate: there is no evaluation to share text with; name eval.tasks, or remove it"
             )
+        self._endpoint_has_no_weights()
         for sampler in self.eval.samplers:
             sizes = [settings["block_size"] for settings in sampler.settings() if "block_size" in settings]
             if any(size > self.student.block_size for size in sizes):
@@ -90,6 +91,27 @@ class Recipe(Config):
                 "eval.samplers: verify needs a clean stream, which a bidirectional student has not; remove it or set student.attention to block"
             )
         return self
+
+    def _endpoint_has_no_weights(self) -> None:
+        if self.student.base is not None and str(self.student.base).startswith(ENDPOINT):
+            raise ValueError("student.base: a server has no weights to start from; give a folder or a Hub id")
+        if not self.teacher.is_endpoint:
+            return
+        if self.student.base is None:
+            raise ValueError(
+                "student.base is missing: a teacher behind a server has no weights to start a student from; give a checkpoint with its tokenizer"
+            )
+        if any(config.on_policy is not None for config in self.training().values()):
+            raise ValueError(
+                "distill.on_policy: the teacher's weights score what the student wrote, and a server gives none; remove it"
+            )
+
+    @property
+    def reference(self) -> tuple[str, str | None]:
+        """The checkpoint (model, revision) whose tokenizer and shape count: the teacher, or for one behind a server the student's base."""
+        if self.teacher.is_endpoint:
+            return str(self.student.base), None
+        return self.teacher.model, self.teacher.revision
 
     def training(self) -> dict[str, AdaptConfig | DistillConfig]:
         """Return the training stages in their order."""

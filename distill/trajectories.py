@@ -36,7 +36,7 @@ def nll_order(sample: Sample) -> np.ndarray:
     """
     if sample.topk_ids is None:
         raise ValueError("order: nll needs the teacher's log-probabilities: set targets.top_logprobs above 0")
-    is_token = sample.topk_ids == sample.response[:, None]
+    is_token = (sample.topk_ids == sample.response[:, None]) & np.isfinite(sample.topk_logprobs)
     kept = np.where(is_token, sample.topk_logprobs, -np.inf).max(1)
     tail = np.log(np.maximum(sample.tail_mass, 1e-9))
     surprise = -np.where(is_token.any(1), kept, tail)

@@ -63,6 +63,9 @@ class Speed:
         return Speed(**{**content, "timings": {k: [Timing(**t) for t in v] for k, v in content["timings"].items()}})
 
 
+NOT_ASKED = "not among eval.baselines"
+
+
 def assemble(
     tasks: Sequence[Task],
     cells: Sequence[Cell],
@@ -71,6 +74,7 @@ def assemble(
     settings: dict,
     baselines: Sequence[str],
     version: int,
+    no_teacher: str = NOT_ASKED,
 ) -> tuple[dict, dict]:
     """Return (results.json, effort.json) of measured tasks; nothing is measured here.
 
@@ -78,6 +82,7 @@ def assemble(
         facts: system → its config.json's `fewstep` section.
         teacher: as the recipe names it.
         version: of the evaluation's code.
+        no_teacher: why the teacher was not measured, where it was not.
         settings: of the evaluation, as recorded in results.json; `seed` and `max_loss` are used.
     """
     seed, found = settings["seed"], []
@@ -96,6 +101,7 @@ def assemble(
                     answers=answers[cell.key],
                     seed=seed,
                     teacher=answers.get(Cell("teacher", "ar", {}).key),
+                    no_teacher=no_teacher,
                     own=own,
                     undistilled=answers.get(Cell("undistilled", cell.sampler, cell.settings).key) if few_step else None,
                     timed=_timed(task.speed, cell.key),
@@ -128,12 +134,12 @@ def assemble(
         "rows": found,
         "speed": {t.name: _speed_facts(t.speed) for t in tasks if t.speed},
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "not_measured": _left_out(facts, baselines),
+        "not_measured": _left_out(facts, baselines, no_teacher),
     }
     return results, levels
 
 
-def _left_out(facts: Mapping[str, dict], baselines: Sequence[str]) -> list[dict]:
+def _left_out(facts: Mapping[str, dict], baselines: Sequence[str], no_teacher: str) -> list[dict]:
     out = [
         ("AR model tuned on the same generated tokens", "no such model was trained in this run"),
         ("Teacher with assisted generation (prompt lookup)", "not among the systems of this evaluation"),
@@ -144,11 +150,11 @@ def _left_out(facts: Mapping[str, dict], baselines: Sequence[str]) -> list[dict]
         ("Spread between training runs", "one training seed"),
     ]
     if "teacher" not in baselines:
-        out.append(("The teacher", "not among eval.baselines"))
+        out.append(("The teacher", no_teacher))
     if "undistilled" not in facts:
         out.append(("Undistilled student", "the recipe has no distill stage, so the student is the undistilled one"))
     elif "undistilled" not in baselines:
-        out.append(("Undistilled student", "not among eval.baselines"))
+        out.append(("Undistilled student", NOT_ASKED))
     return [{"what": what, "why": why} for what, why in out]
 
 

@@ -46,6 +46,7 @@ def build(
     answers: Answers,
     seed: int,
     teacher: Answers | None,
+    no_teacher: str,
     own: Answers | None,
     undistilled: Answers | None,
     timed: Timed | None,
@@ -57,7 +58,7 @@ def build(
 
     Args:
         answers: of this row, all prompts of the task.
-        teacher: the greedy teacher's answers to the same prompts; None: not measured.
+        teacher: the greedy teacher's answers to the same prompts; None: not measured, and `no_teacher` says why.
         own: the same weights' AR answers; None: not measured.
         undistilled: the undistilled student's answers under the same sampler and setting.
         timed: batch-1 timings; None: `untimed_reason` says why.
@@ -84,7 +85,7 @@ def build(
 
     if teacher is None:
         for key in ("agreement", "agreement_ci", "delta", "delta_ci"):
-            why[key] = "the teacher was not among eval.baselines"
+            why[key] = f"the teacher: {no_teacher}"
     else:
         same = quality.agreement(answers, teacher)
         row["agreement"], row["agreement_ci"] = float(np.mean(same)), list(stats.mean_interval(same, seed=seed))

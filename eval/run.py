@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from fewstep import chat, runstore, signals
 from fewstep.errors import UserError
 from fewstep.eval import quality, repair, speed, stats, tasks_by_name, verdict
-from fewstep.eval.assemble import Cell, Speed, Task, assemble
+from fewstep.eval.assemble import NOT_ASKED, Cell, Speed, Task, assemble
 from fewstep.eval.config import EVAL_VERSION, EvalConfig
 from fewstep.eval.quality import Answers
 from fewstep.eval.samples import SCHEMA, settings_key
@@ -67,6 +67,10 @@ def run(
     partial = folder / "partial"
     partial.mkdir(exist_ok=True)
     limit = config.max_new_tokens or targets.max_new_tokens
+    no_teacher = NOT_ASKED
+    if teacher.is_endpoint and "teacher" in config.baselines:
+        no_teacher = "it is behind a server: without its weights it cannot be compared on this machine"
+        config = config.model_copy(update={"baselines": [b for b in config.baselines if b != "teacher"]})
     models = Models(teacher, targets_folder, targets, students)
     facts = {name: _student_facts(path) for name, path in students.items()}
     cells = plan(config, facts)
@@ -107,7 +111,9 @@ def run(
         "max_loss": config.max_loss,
         "bootstrap": {"draws": stats.DRAWS, "level": stats.LEVEL},
     }
-    results, levels = assemble(measured, cells, facts, _shown(teacher.model), settings, config.baselines, EVAL_VERSION)
+    results, levels = assemble(
+        measured, cells, facts, _shown(teacher.model), settings, config.baselines, EVAL_VERSION, no_teacher
+    )
     _write_samples(folder / "samples.parquet", measured, cells, models)
     runstore.write_atomic(folder / "effort.json", _json(levels))
     runstore.write_atomic(folder / "results.json", _json(results))

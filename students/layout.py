@@ -265,12 +265,15 @@ def _supervise(out, rows: np.ndarray, labels: np.ndarray, weight: np.ndarray, **
 
 
 def _teach(teacher, e: Example, where: np.ndarray, K: int) -> None:
-    """Append the teacher's top-K at response positions `where`; positions past the response have none."""
-    has = (where < len(e.response)) & (K > 0)
+    """Append the teacher's top-K at response positions `where`; positions past the response have none.
+
+    Nor has one whose tail holds everything: a server may end an answer with a token of which it says nothing.
+    """
     if K and e.topk_ids is None:
         raise ValueError("kd needs the teacher's log-probabilities: set targets.top_logprobs above 0")
     at = np.minimum(where, len(e.response) - 1)
     some = K > 0
+    has = (where < len(e.response)) & (e.tail_mass[at] < 1.0 if some else False)
     teacher["ids"].append(e.topk_ids[at, :K] if some else np.zeros((len(where), 0)))
     teacher["logprobs"].append(e.topk_logprobs[at, :K] if some else np.zeros((len(where), 0)))
     teacher["tail"].append(e.tail_mass[at] if some else np.zeros(len(where)))

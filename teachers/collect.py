@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,14 @@ from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
 from fewstep.records import write_shard
 from fewstep.runstore import TEMPORARY, require_disk, write_atomic
-from fewstep.teachers import audit
+from fewstep.teachers import audit, endpoint
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.endpoint import Endpoint
+from fewstep.teachers.equivalence import same_tokenizer
 from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
-from fewstep.teachers.generate import Generation, generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers.generate import generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers.generation import Generation
+from fewstep.teachers.hf import load_stops
 from fewstep.teachers.load import SAVED, describe, kind_of, licence, load_for_stage, load_tokenizer
 from fewstep.teachers.prompts import Prompt, contaminated, read_few_shot, read_prompts, sample_id, split
 
@@ -45,6 +50,7 @@ def run(
     targets: TargetsConfig,
     seed: int,
     avoid: list[Prompt] | None = None,
+    base: str | None = None,
 ) -> dict:
     """Write the targets of one recipe into `folder`, or those that are missing there.
 
@@ -52,6 +58,8 @@ def run(
         folder: the stage's own folder, which exists and is locked.
         seed: of the noise, when answers are drawn.
         avoid: prompts of evaluation, for `prompts.decontaminate`.
+        base: the checkpoint that the student starts from, where that is not the teacher; it must have the teacher's
+            tokenizer, and has to be given for a teacher behind a server.
 
     Returns:
         The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length.
@@ -66,8 +74,11 @@ def run(
         shutil.rmtree(stale)
     (folder / "shards").mkdir(exist_ok=True)
     saved = folder / SAVED
-    info = describe(teacher.model, teacher.revision)
-    tokenizer = load_tokenizer(str(saved)) if saved.is_dir() else load_tokenizer(teacher.model, teacher.revision)
+    reference = (str(base), None) if teacher.is_endpoint else (teacher.model, teacher.revision)
+    info = describe(*reference)
+    tokenizer = load_tokenizer(str(saved)) if saved.is_dir() else load_tokenizer(*reference)
+    if base is not None and not teacher.is_endpoint:
+        same_tokenizer(tokenizer, load_tokenizer(base), teacher.model, base)
     work = prepare(tokenizer, info, prompts, targets, avoid)
 
     starts = range(0, len(work.prompts), targets.shard_size)
@@ -78,15 +89,21 @@ def run(
     ]
     converts = kind_of(teacher.model) == "gguf" and not saved.is_dir()
     _require_disk(folder, info, targets, len(missing) * targets.shard_size * targets.samples, converts)
-    if missing or converts:
+    if missing and teacher.is_endpoint:
+        asking = _of_endpoint(
+            Endpoint(teacher, tokenizer, _stops(load_stops(*reference), tokenizer, base or "")), work, targets, seed
+        )
+        _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
+    elif missing or converts:
         model, tokenizer = load_for_stage(teacher, folder)
         if converts:
             _save_plain(folder, model, tokenizer)
             model, tokenizer = load_for_stage(teacher, folder)  # from now on what a resumed run would use
         _check_ids(work, model, teacher.model)
-        _collect(folder, model, tokenizer, work, teacher.model, prompts, targets, seed, missing)
+        asking = _of_weights(model, _stops(model, tokenizer, teacher.model), work, targets, seed)
+        _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
     summary = _finish(folder, work, teacher.model, prompts, targets, len(starts))
-    summary["licence"] = licence(teacher.model, teacher.revision).facts()
+    summary["licence"] = licence(teacher).facts()
     summary["prompts_from"] = Path(prompts.place).name if prompts.path else prompts.place
     write_atomic(folder / "targets.html", audit.page_of(folder, teacher.model, summary))
     return summary
@@ -130,8 +147,8 @@ def prepare(
     return Work(rows, student_ids, teacher_ids, rules, shared)
 
 
-def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
-    """Return the ids that the teacher sees: `targets.system_prompt` and `targets.few_shot` before each conversation.
+def teacher_messages(messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[dict]]:
+    """Return what the teacher is told: `targets.system_prompt` and `targets.few_shot` before each conversation.
 
     A system message of the conversation's own comes after the recipe's, in one message.
     """
@@ -141,39 +158,90 @@ def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: Ta
         own = [m["content"] for m in messages if m["role"] == "system"]
         system = [targets.system_prompt, *own] if targets.system_prompt else own
         head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-        out.append(encode_prompt(tokenizer, head + examples + [m for m in messages if m["role"] != "system"]))
+        out.append(head + examples + [m for m in messages if m["role"] != "system"])
     return out
+
+
+def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
+    """Return the ids that the teacher sees: those of `teacher_messages`."""
+    return [encode_prompt(tokenizer, messages) for messages in teacher_messages(messages_list, targets)]
+
+
+OnAnswers = Callable[[int, int], None]  # (answers, their tokens), called as they come; may raise to stop
+Asking = Callable[[list["Asked"], OnAnswers], list[Generation]]  # a teacher, whatever its kind
+
+
+def _of_weights(model: Any, stops: list[int], work: Work, targets: TargetsConfig, seed: int) -> Asking:
+    # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
+    prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
+
+    def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
+        return generate(
+            model,
+            [work.teacher_ids[a.row] for a in wanted],
+            max_new_tokens=targets.max_new_tokens,
+            eos_ids=stops,
+            prefix=prefix,
+            temperature=targets.temperature,
+            seeds=[row_seed(seed, a.key(work.prompts)) for a in wanted],
+            top_logprobs=targets.top_logprobs,
+            batch_size=targets.batch_size,
+            on_batch=on_answers,
+        )
+
+    return ask
+
+
+def _of_endpoint(server: Endpoint, work: Work, targets: TargetsConfig, seed: int) -> Asking:
+    messages = teacher_messages([prompt.messages for prompt in work.prompts], targets)
+
+    def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
+        requests = [
+            endpoint.Ask(
+                messages[a.row],
+                work.teacher_ids[a.row],
+                targets.max_new_tokens,
+                targets.temperature,
+                row_seed(seed, a.key(work.prompts)) % 2**31,  # servers take 32 bits
+                targets.top_logprobs,
+            )
+            for a in wanted
+        ]
+        return endpoint.generate(server, requests, on_answers)
+
+    return ask
+
+
+def _stops(model_or_config: Any, tokenizer: Any, name: str) -> list[int]:
+    stops = eos_ids(model_or_config, tokenizer)
+    if not stops:
+        raise UserError(
+            f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there"
+        )
+    return stops
 
 
 def _collect(
     folder: Path,
-    model: Any,
+    asking: Asking,
     tokenizer: Any,
     work: Work,
     name: str,
     prompts: PromptsConfig,
     targets: TargetsConfig,
-    seed: int,
     missing: list[int],
 ) -> None:
-    stops = eos_ids(model, tokenizer)
-    if not stops:
-        raise UserError(
-            f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there"
-        )
-    # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
-    prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
     shards = {i: range(i * targets.shard_size, min((i + 1) * targets.shard_size, len(work.prompts))) for i in missing}
     with progress(
         "targets", sum(map(len, shards.values())) * targets.samples, "answers" if targets.samples > 1 else "prompts"
     ) as bar:
         start, tokens, first_attempt = time.monotonic(), 0, True
 
-        def on_batch(num_prompts: int, num_tokens: int) -> None:
+        def on_answers(num_answers: int, num_tokens: int) -> None:
             nonlocal tokens
             tokens += num_tokens
             bar.advance(
-                num_prompts if first_attempt else 0,
+                num_answers if first_attempt else 0,
                 note=f"{tokens / max(time.monotonic() - start, 1e-9):,.1f} tokens/s",
             )
             signals.raise_if_stopped(f"targets stopped; finished shards are kept in {folder}")
@@ -181,18 +249,7 @@ def _collect(
         def ask(wanted: list[Asked]) -> list[Generation]:
             nonlocal first_attempt
             first_attempt = wanted[0].attempt == 0
-            return generate(
-                model,
-                [work.teacher_ids[a.row] for a in wanted],
-                max_new_tokens=targets.max_new_tokens,
-                eos_ids=stops,
-                prefix=prefix,
-                temperature=targets.temperature,
-                seeds=[row_seed(seed, a.key(work.prompts)) for a in wanted],
-                top_logprobs=targets.top_logprobs,
-                batch_size=targets.batch_size,
-                on_batch=on_batch,
-            )
+            return asking(wanted, on_answers)
 
         for i, rows in shards.items():
             judged = _judged(ask, tokenizer, work, rows, prompts, targets)

@@ -9,21 +9,48 @@ from fewstep.schema import Config
 
 # Endings of prompt files → the kind of their source.
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}  # fmt: skip
+ENDPOINT = ("http://", "https://")  # how a server's URL begins
 TARGETS_VERSION = 1  # raised when the same inputs would give other shards: the stage and all after it run again
 
 
-class TeacherConfig(Config):
-    """Which autoregressive checkpoint answers the prompts."""
+class EndpointConfig(Config):
+    """How an OpenAI-compatible server is asked."""
 
-    model: str = Field(description="Hub id, folder, .gguf file, or package://module/file.gguf")
+    served: str | None = Field(None, description="the model's name there; null: the only one that it serves")
+    api: Literal["completions", "chat"] = Field(
+        "completions",
+        description="completions: the server gets token ids, as the student will see them; chat: it gets messages and applies its own template",
+    )
+    key: str | None = Field(
+        None, description="name of the environment variable that holds the API key; null: none is sent"
+    )
+    concurrency: int = Field(8, ge=1, description="requests under way at a time")
+    timeout: float = Field(300.0, gt=0, description="seconds after which a request is given up and sent again")
+    retries: int = Field(
+        8, ge=0, description="times that a request is sent again after a 429, a 5xx or a lost connection"
+    )
+
+
+class TeacherConfig(Config):
+    """Which autoregressive model answers the prompts."""
+
+    model: str = Field(
+        description="Hub id, folder, .gguf file, package://module/file.gguf, or the URL of an OpenAI-compatible server (https://host/v1)"
+    )
     revision: str | None = Field(None, description="Hub commit; ignored for local files")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
     acknowledge: str | None = Field(
         None,
-        description="the name of the teacher's licence, where it puts conditions on what is trained on its answers: you have read them and keep to them",
+        description="the name of the teacher's licence, where it puts conditions on what is trained on its answers (of an endpoint: always): you have read them and keep to them",
     )
+    endpoint: EndpointConfig = EndpointConfig()
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the model is a server's, so that its weights are not to be had."""
+        return self.model.startswith(ENDPOINT)
 
 
 class HubPromptsConfig(Config):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fewstep import checkers
 from fewstep.errors import UserError
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig
+from fewstep.teachers.generation import WITHHELD
 from fewstep.teachers.prompts import Prompt, read_schema
 
 LOOP_WORDS = 8  # the longest run of words that is looked for
@@ -90,10 +91,12 @@ def drop_reason(rules: Filter, text: str, finish_reason: str, score: float | Non
     Args:
         rules: what `make_filter` returned.
         text: the answer without special tokens.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length", or of a server that holds its answer back WITHHELD.
         score: the checker's, in [0, 1]; None where there is no checker.
     """
     keep = rules.keep
+    if finish_reason == WITHHELD:
+        return "withheld"
     if keep.finished and finish_reason != "stop":
         return "truncated"
     if not text.strip():

@@ -76,6 +76,17 @@ def load_config(model: str, revision: str | None = None) -> Any:
     return _read(AutoConfig, model, revision, "its config cannot be read")
 
 
+def load_stops(model: str, revision: str | None = None) -> Any:
+    """Return the config that names the EOS: generation_config.json where there is one, else config.json."""
+    from transformers import GenerationConfig
+
+    path, commit = _locate(model, revision)
+    try:
+        return GenerationConfig.from_pretrained(path, revision=commit)
+    except OSError:
+        return load_config(model, revision)
+
+
 def _read(auto: Any, model: str, revision: str | None, fault: str) -> Any:
     path, commit = _locate(model, revision)
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from fewstep.errors import UserError
+from fewstep.teachers.config import TeacherConfig
 
 # Beginning of a licence's name → what it asks. The first that fits counts.
 CONDITIONS = {
@@ -75,16 +76,22 @@ def read_licence(card: str | None, declared: str | None = None) -> Licence:
     return Licence(name, str(link) if link else None, asks)
 
 
-def check_licence(model: str, licence: Licence, acknowledged: str | None) -> None:
+def check_licence(teacher: TeacherConfig, licence: Licence) -> None:
     """Raise UserError where the licence puts conditions that the recipe does not acknowledge by the licence's name."""
+    acknowledged = teacher.acknowledge
+    if teacher.is_endpoint and not (acknowledged or "").strip():
+        raise UserError(
+            f"teacher.model {teacher.model}: a server does not say under which licence its answers may train a model; read it, "
+            "keep to it, and set teacher.acknowledge to its name"
+        )
     if licence.conditions is None:
         return
     if acknowledged is None or acknowledged.strip().lower() != licence.name:
         got = "" if acknowledged is None else f" (it says {acknowledged!r})"
         where = f" ({licence.link})" if licence.link else ""
         raise UserError(
-            f"teacher.model {model}: its licence {licence.name}{where} asks: {licence.conditions}; once you have read it and keep "
-            f"to it, set teacher.acknowledge: {licence.name}{got}"
+            f"teacher.model {teacher.model}: its licence {licence.name}{where} asks: {licence.conditions}; once you have read it and "
+            f"keep to it, set teacher.acknowledge: {licence.name}{got}"
         )
 
 

@@ -6,24 +6,23 @@ from types import ModuleType
 from typing import Any
 
 from fewstep.errors import UserError
-from fewstep.teachers.config import TeacherConfig
-from fewstep.teachers.licences import Licence
+from fewstep.teachers import endpoint
+from fewstep.teachers.config import ENDPOINT, TeacherConfig
+from fewstep.teachers.licences import Licence, read_licence
 
 SAVED = "teacher"  # the folder, inside that of targets, with the plain weights of a teacher that came as GGUF
 
 
 def kind_of(model: str) -> str:
-    """Return the file of this room that loads `model`: "hf" or "gguf".
+    """Return the file of this room that stands for `model`: "hf", "gguf" or "endpoint".
 
     Raises:
-        UserError: it is empty, or an endpoint.
+        UserError: it is empty.
     """
     if not model.strip():
         raise UserError("teacher.model is empty; give a folder, a .gguf file, package://module/file.gguf or a Hub id")
-    if model.startswith(("http://", "https://")):
-        raise UserError(
-            f"teacher.model {model}: an endpoint has no weights to start a student from; give a folder, a .gguf file or a Hub id"
-        )
+    if model.startswith(ENDPOINT):
+        return "endpoint"
     return "gguf" if model.startswith("package://") or model.lower().endswith(".gguf") else "hf"
 
 
@@ -72,6 +71,17 @@ def teacher_fingerprint(model: str, revision: str | None = None) -> str:
     return _module(model).fingerprint(model, revision)
 
 
+def fingerprint_of(teacher: TeacherConfig) -> str:
+    """Return what names a recipe's teacher: the content of its files, or a server's model.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    if teacher.is_endpoint:
+        return endpoint.fingerprint(teacher)
+    return teacher_fingerprint(teacher.model, teacher.revision)
+
+
 def describe(model: str, revision: str | None = None) -> dict:
     """Return the teacher's shape from its config or header, without loading weights; see `hf.describe`.
 
@@ -81,13 +91,15 @@ def describe(model: str, revision: str | None = None) -> dict:
     return _module(model).describe(model, revision)
 
 
-def licence(model: str, revision: str | None = None) -> Licence:
-    """Return the teacher's licence, as its card (or its GGUF header) states it.
+def licence(teacher: TeacherConfig) -> Licence:
+    """Return the teacher's licence: as its card (or its GGUF header) states it, of an endpoint as the recipe does.
 
     Raises:
         UserError: nothing is there.
     """
-    return _module(model).licence(model, revision)
+    if teacher.is_endpoint:
+        return read_licence(None, teacher.acknowledge)
+    return _module(teacher.model).licence(teacher.model, teacher.revision)
 
 
 def plain_weights(model: str, revision: str | None = None) -> Path:

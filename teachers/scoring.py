@@ -12,7 +12,8 @@ import torch
 
 from fewstep.teachers.collect import prepare
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
-from fewstep.teachers.generate import Generation, record
+from fewstep.teachers.generate import record
+from fewstep.teachers.generation import Generation
 from fewstep.teachers.load import describe, load_for_stage
 from fewstep.teachers.prompts import prompt_id
 

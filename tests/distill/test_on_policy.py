@@ -11,7 +11,8 @@ from fewstep.distill.examples import draw_example
 from fewstep.distill.samples import sample_of
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.students.layout import Example, build_batch
-from fewstep.teachers.generate import Generation, generate
+from fewstep.teachers.generate import generate
+from fewstep.teachers.generation import Generation
 from fewstep.teachers.scoring import score
 from tests.distill.test_train import go as train_once
 from tests.distill.test_train import metrics, weights, world  # noqa: F401  (a fixture)

@@ -29,6 +29,7 @@ def build(ours, **given):
         answers=ours,
         seed=3,
         teacher=None,
+        no_teacher="not among eval.baselines",
         own=None,
         undistilled=None,
         timed=None,

@@ -11,7 +11,7 @@ from fewstep.records import read_rows
 from fewstep.teachers import collect
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.filters import drop_reason, make_filter
-from fewstep.teachers.generate import Generation
+from fewstep.teachers.generation import Generation
 from fewstep.teachers.prompts import Prompt, prompt_id
 
 EOS = list(range(0, VOCAB, 11))

@@ -3,6 +3,7 @@
 import pytest
 
 from fewstep.errors import UserError
+from fewstep.teachers.config import TeacherConfig
 from fewstep.teachers.licences import check_licence, read_licence
 from fewstep.teachers.load import licence
 
@@ -45,11 +46,11 @@ def test_conditions_stop_a_run_until_they_are_acknowledged_by_name():
     strict = read_licence(card("license: other\nlicense_name: qwen-research\nlicense_link: https://x/y"))
     for said in (None, "yes", "apache-2.0"):
         with pytest.raises(UserError) as caught:
-            check_licence("m", strict, said)
+            check_licence(TeacherConfig(model="m", acknowledge=said), strict)
         assert "set teacher.acknowledge: qwen-research" in str(caught.value) and "https://x/y" in str(caught.value)
-    check_licence("m", strict, " Qwen-Research ")
-    check_licence("m", read_licence(None), None)  # nothing is stated: nothing to acknowledge
-    check_licence("m", read_licence(card("license: apache-2.0")), None)
+    check_licence(TeacherConfig(model="m", acknowledge=" Qwen-Research "), strict)
+    check_licence(TeacherConfig(model="m"), read_licence(None))  # nothing is stated: nothing to acknowledge
+    check_licence(TeacherConfig(model="m"), read_licence(card("license: apache-2.0")))
 
 
 def test_a_folders_card_and_a_gguf_header_state_the_licence(tmp_path):
@@ -58,13 +59,13 @@ def test_a_folders_card_and_a_gguf_header_state_the_licence(tmp_path):
     from tiny import save_tiny
 
     folder = save_tiny(tmp_path / "teacher")
-    assert licence(str(folder)).name is None
+    assert licence(TeacherConfig(model=str(folder))).name is None
     (folder / "README.md").write_text(card("license: gemma"))
-    assert licence(str(folder)).name == "gemma"
+    assert licence(TeacherConfig(model=str(folder))).name == "gemma"
     text = lambda s: struct.pack("<Q", len(s)) + s.encode()  # noqa: E731
     fields = {"general.architecture": "llama", "general.license": "cc-by-nc-4.0"}
     header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields))
     header += b"".join(text(key) + struct.pack("<I", 8) + text(value) for key, value in fields.items())
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "m.gguf").write_bytes(header)
-    assert licence(str(tmp_path / "alone" / "m.gguf")).conditions == "no commercial use"
+    assert licence(TeacherConfig(model=str(tmp_path / "alone" / "m.gguf"))).conditions == "no commercial use"

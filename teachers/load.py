@@ -27,7 +27,10 @@ def kind_of(model: str) -> str:
 
 
 def _module(model: str) -> ModuleType:
-    return import_module(f"fewstep.teachers.{kind_of(model)}")
+    kind = kind_of(model)
+    if kind == "endpoint":
+        raise UserError(f"{model}: an endpoint gives no weights; give a folder, a .gguf file or a Hub id")
+    return import_module(f"fewstep.teachers.{kind}")
 
 
 def load_teacher(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:

@@ -49,7 +49,8 @@ def test_paths_are_relative_to_the_recipe_and_overrides_to_the_working_folder(re
 )
 def test_teacher_model_is_a_path_only_where_one_is_meant(recipe_file, model, local):
     recipe_file.write_text(recipe_file.read_text().replace("{model: teacher}", f"{{model: '{model}'}}"))
-    assert load_recipe(recipe_file).teacher.model == (str(recipe_file.parent / model) if local else model)
+    base = ["student.base=org/base"] if model.startswith("http") else []
+    assert load_recipe(recipe_file, base).teacher.model == (str(recipe_file.parent / model) if local else model)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,13 @@ def test_describe_names_missing_teachers(tmp_path, monkeypatch):
 
 
 def test_kind_of_tells_by_the_name():
-    assert [kind_of(m) for m in ("a/b", "x/y.GGUF", "package://m/f.gguf", "folder")] == ["hf", "gguf", "gguf", "hf"]
+    assert [kind_of(m) for m in ("a/b", "x/y.GGUF", "package://m/f.gguf", "folder", "http://h/v1")] == [
+        "hf",
+        "gguf",
+        "gguf",
+        "hf",
+        "endpoint",
+    ]
 
 
 def test_resolve_finds_files_of_packages_without_importing_them(tmp_path, monkeypatch):

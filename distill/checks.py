@@ -18,9 +18,10 @@ from fewstep.runstore import require_disk
 from fewstep.students.families import PROBED
 from fewstep.teachers import endpoint
 from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers.equivalence import same_tokenizer
 from fewstep.teachers.filters import check_references, make_filter
 from fewstep.teachers.licences import check_licence
-from fewstep.teachers.load import describe, kind_of, licence, load_config, plain_weights
+from fewstep.teachers.load import describe, kind_of, licence, load_config, load_tokenizer, plain_weights
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts
 
 TEMPLATE_ROOM = 96  # tokens that a chat template may add around the messages; beyond it the template is applied
@@ -45,6 +46,9 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
             )
         if kind_of(str(recipe.student.base)) == "gguf":
             plain_weights(str(recipe.student.base))
+        if "targets" in todo and not recipe.teacher.is_endpoint:
+            base = str(recipe.student.base)
+            same_tokenizer(load_tokenizer(*recipe.reference), load_tokenizer(base), recipe.teacher.model, base)
     if "adapt" in todo:
         _converts(recipe)
     if "targets" in todo:

@@ -111,7 +111,7 @@ def curriculum_block_size(config: TrainingConfig, largest: int, step: int, seed:
 
 
 def costs(samples: Samples, config: TrainingConfig, block_size: int) -> np.ndarray:
-    """Return [N] i64, the most positions, clean and noisy, that each sample takes."""
+    """Return [N] i32, the most positions, clean and noisy, that each sample takes."""
     copies = config.copies * (2 if config.complementary else 1)
     clean = samples.prompt_lengths + samples.response_lengths
     return clean + copies * (samples.response_lengths + block_size - 1)

@@ -10,7 +10,10 @@ from fewstep.distill.estimate import estimate, machine_for, seconds, trainable
 from fewstep.distill.recipe import Recipe
 from fewstep.runstore import StageFolder
 from fewstep.teachers.load import describe
-from fewstep.teachers.prompts import read_prompts
+from fewstep.teachers.preview import prompt_text
+from fewstep.teachers.prompts import Prompt, read_prompts, teacher_messages
+
+LONGEST = 1200  # characters of a prompt that are shown
 
 
 def plan(recipe: Recipe, runs: Path) -> dict:
@@ -40,6 +43,7 @@ def plan(recipe: Recipe, runs: Path) -> dict:
     left = [row for row in rows if row["state"] != "complete"]
     hours = sum(row["seconds"] * (recipe.plan.ranks if row["stage"] in TRAINED else 1) for row in left) / 3600
     price = recipe.plan.price_per_hour
+    prompts = read_prompts(recipe.prompts)
     free = runs.resolve()
     while not free.exists():
         free = free.parent
@@ -48,7 +52,8 @@ def plan(recipe: Recipe, runs: Path) -> dict:
         "runs": str(runs),
         "teacher": {"model": recipe.teacher.model, **facts},
         "trainable": {s: trainable(c, facts, facts["num_parameters"] or 0) for s, c in recipe.training().items()},
-        "prompts": len(read_prompts(recipe.prompts)),
+        "prompts": len(prompts),
+        "first_prompt": _first_prompt(recipe, prompts[0]),
         "not_planned": _not_planned(recipe),
         "stages": rows,
         "total": {
@@ -102,6 +107,12 @@ def _not_planned(recipe: Recipe) -> dict[str, str]:
     return out if recipe.publish.repo is not None else {**out, "publish": "publish.repo is null"}
 
 
+def _first_prompt(recipe: Recipe, prompt: Prompt) -> dict[str, str | None]:
+    """Return the first prompt as the teacher and as the student will see it, special tokens and all."""
+    told = {"teacher": teacher_messages([prompt.messages], recipe.targets)[0], "student": prompt.messages}
+    return {who: prompt_text(*recipe.reference, messages) for who, messages in told.items()}
+
+
 def as_text(facts: dict) -> str:
     """Return the plan as a table for people."""
     teacher, total, machine = facts["teacher"], facts["total"], facts["machine"]
@@ -133,7 +144,21 @@ def as_text(facts: dict) -> str:
         if row["stage"] in TRAINED:
             parts = ", ".join(f"{part} {_gigabytes(size)}" for part, size in row["memory_parts_gb"].items())
             lines.append(f"memory of {row['stage']}, a rank: {parts}")
+    first = facts["first_prompt"]
+    sees = ["teacher and student"] if first["teacher"] == first["student"] else ["teacher", "student"]
+    for who in sees:
+        text = first[who.split()[0]]
+        lines += ["", f"the first prompt as the {who} will see it:" if text else f"the first prompt of the {who}: not shown, the teacher's files do not tell its template or its special tokens"]  # fmt: skip
+        lines += [_indented(text)] if text else []
     return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    """Return a text for the terminal: every line set in, the middle of a long one left out, no control characters."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
+    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.split("\n"))
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _cost(cost: float | None) -> str:

@@ -35,27 +35,27 @@ Order = Callable[["Sample", int], np.ndarray]  # (sample, its place) → the ord
 
 
 class Flat:
-    """Columns of Parquet files as flat files: `row(column, i)` reads one row's values."""
+    """Columns of Parquet files as flat files: `row(column, i)` reads one row's values. Nothing a row is in memory."""
 
     def __init__(self, folder: Path, columns: list[str]):
-        self._files: dict[str, int] = {}
-        for name in columns:
-            self._files[name] = os.open(folder / f"{name}.bin", os.O_RDONLY)
+        self.columns = columns
+        self._folder = folder
+        self._files = {name: os.open(folder / f"{name}.bin", os.O_RDONLY) for name in columns}
         # a row's values stand between two of its column's bounds
-        self.bounds = {name: np.load(folder / f"{name}.bounds.npy") for name in columns}
+        self._bounds = {name: os.open(folder / f"{name}.bounds", os.O_RDONLY) for name in columns}
 
     def row(self, column: str, i: int) -> np.ndarray:
         """Return [n], the values of row `i`."""
         kind = np.dtype(KINDS[column])
-        first, last = self.bounds[column][i : i + 2].tolist()
+        first, last = np.frombuffer(os.pread(self._bounds[column], 16, 8 * i), np.int64).tolist()
         return np.frombuffer(os.pread(self._files[column], (last - first) * kind.itemsize, first * kind.itemsize), kind)
 
     def lengths(self, column: str) -> np.ndarray:
-        """Return [N] i64, how many values each row has."""
-        return np.diff(self.bounds[column])
+        """Return [N] i32, how many values each row has."""
+        return np.diff(np.fromfile(self._folder / f"{column}.bounds", np.int64)).astype(np.int32)
 
     def __del__(self):
-        for handle in self._files.values():
+        for handle in [*self._files.values(), *self._bounds.values()]:
             os.close(handle)
 
 
@@ -95,7 +95,7 @@ def _write(files: list[Path], columns: list[str], folder: Path) -> None:
                     bounds[name].append(ends + bounds[name][-1][-1])
     for name in columns:
         out[name].close()
-        np.save(folder / f"{name}.bounds.npy", np.concatenate(bounds[name]))
+        np.concatenate(bounds[name]).tofile(folder / f"{name}.bounds")
 
 
 def _num_groups(file: Path) -> int:
@@ -186,8 +186,8 @@ class Samples(Sequence[Sample]):
         self.response_lengths = self._lengths("response_ids", "response")
 
     def _lengths(self, column: str, attribute: str) -> np.ndarray:
-        read = np.zeros(0, np.int64) if self._rows is None else self._rows.lengths(column)[self._kept]
-        return np.concatenate([read, [len(getattr(s, attribute)) for s in self._extra]]).astype(np.int64)
+        read = np.zeros(0, np.int32) if self._rows is None else self._rows.lengths(column)[self._kept]
+        return np.concatenate([read, np.array([len(getattr(s, attribute)) for s in self._extra], np.int32)])
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._extra)
@@ -213,7 +213,7 @@ class Samples(Sequence[Sample]):
 
     def _read(self, row: int, finished: bool) -> Sample:
         assert self._rows is not None
-        read = {name: self._rows.row(name, row) for name in self._rows.bounds}
+        read = {name: self._rows.row(name, row) for name in self._rows.columns}
         prompt, response = (read[name].astype(np.int64) for name in ("prompt_ids", "response_ids"))
         sample = Sample(read["sample_id"].tobytes().decode(), prompt, response, finished, None, None, None)
         if len(read.get("topk_ids", ())):
@@ -247,16 +247,14 @@ def open_samples(targets: Path, split: str, scratch: Path, topk: bool = True) ->
     if not shards:
         raise RunFailed(f"{targets} holds no targets; delete it to make them anew")
     rows = flat(shards, ["sample_id", "prompt_ids", "response_ids"] + (TOPK if topk else []), scratch / "samples")
-    facts = []
+    in_split, stopped = [], []
     for shard in shards:
         with _named(shard):
-            facts.append(pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None))
-    in_split, stopped = (
-        np.concatenate([pc.equal(table[name], value).to_numpy() for table in facts])
-        for name, value in (("split", split), ("finish_reason", "stop"))
-    )
-    kept = np.flatnonzero(in_split & (rows.lengths("response_ids") > 0))
-    return Samples(rows, kept, stopped[kept])
+            facts = pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None)
+        in_split.append(pc.equal(facts["split"], split).to_numpy())
+        stopped.append(pc.equal(facts["finish_reason"], "stop").to_numpy())
+    kept = np.flatnonzero(np.concatenate(in_split) & (rows.lengths("response_ids") > 0))
+    return Samples(rows, kept, np.concatenate(stopped)[kept])
 
 
 def renamed(sample: Sample, copy: int) -> Sample:

@@ -8,10 +8,10 @@ from fewstep import chat
 from fewstep.errors import UserError
 from fewstep.students.convert import load_student
 from fewstep.students.decoding.weights import column_major
-from fewstep.teachers.collect import teacher_prompts
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
 from fewstep.teachers.hf import device, torch_dtype
 from fewstep.teachers.load import load_for_stage
+from fewstep.teachers.prompts import teacher_prompts
 
 
 class Models:

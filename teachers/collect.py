@@ -23,13 +23,20 @@ from fewstep.runstore import TEMPORARY, require_disk, write_atomic
 from fewstep.teachers import audit, endpoint
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.endpoint import Endpoint
-from fewstep.teachers.equivalence import same_tokenizer
 from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
 from fewstep.teachers.generate import generate, prefill_prefix, row_seed, shared_prefix
 from fewstep.teachers.generation import Generation
 from fewstep.teachers.hf import load_stops
 from fewstep.teachers.load import SAVED, describe, kind_of, licence, load_for_stage, load_tokenizer
-from fewstep.teachers.prompts import Prompt, contaminated, read_few_shot, read_prompts, sample_id, split
+from fewstep.teachers.prompts import (
+    Prompt,
+    contaminated,
+    read_prompts,
+    sample_id,
+    split,
+    teacher_messages,
+    teacher_prompts,
+)
 
 
 @dataclass
@@ -58,8 +65,7 @@ def run(
         folder: the stage's own folder, which exists and is locked.
         seed: of the noise, when answers are drawn.
         avoid: prompts of evaluation, for `prompts.decontaminate`.
-        base: the checkpoint that the student starts from, where that is not the teacher; it must have the teacher's
-            tokenizer, and has to be given for a teacher behind a server.
+        base: the checkpoint that the student starts from; of a teacher behind a server its tokenizer is that of the targets.
 
     Returns:
         The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length.
@@ -77,8 +83,6 @@ def run(
     reference = (str(base), None) if teacher.is_endpoint else (teacher.model, teacher.revision)
     info = describe(*reference)
     tokenizer = load_tokenizer(str(saved)) if saved.is_dir() else load_tokenizer(*reference)
-    if base is not None and not teacher.is_endpoint:
-        same_tokenizer(tokenizer, load_tokenizer(base), teacher.model, base)
     work = prepare(tokenizer, info, prompts, targets, avoid)
 
     starts = range(0, len(work.prompts), targets.shard_size)
@@ -145,26 +149,6 @@ def prepare(
                 f"targets.max_new_tokens {targets.max_new_tokens} the teacher's context of {limit} is exceeded; shorten one of them"
             )
     return Work(rows, student_ids, teacher_ids, rules, shared)
-
-
-def teacher_messages(messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[dict]]:
-    """Return what the teacher is told: `targets.system_prompt` and `targets.few_shot` before each conversation.
-
-    A system message of the conversation's own comes after the recipe's, in one message.
-    """
-    examples = read_few_shot(targets.few_shot)
-    out = []
-    for messages in messages_list:
-        own = [m["content"] for m in messages if m["role"] == "system"]
-        system = [targets.system_prompt, *own] if targets.system_prompt else own
-        head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-        out.append(head + examples + [m for m in messages if m["role"] != "system"])
-    return out
-
-
-def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
-    """Return the ids that the teacher sees: those of `teacher_messages`."""
-    return [encode_prompt(tokenizer, messages) for messages in teacher_messages(messages_list, targets)]
 
 
 OnAnswers = Callable[[int, int], None]  # (answers, their tokens), called as they come; may raise to stop

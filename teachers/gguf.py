@@ -151,6 +151,15 @@ def licence(model: str, revision: str | None = None) -> Licence:
     return read_licence(beside, declared if isinstance(declared, str) else None)
 
 
+def header(model: str) -> dict[str, Any]:
+    """Return the file's metadata; an array is given as its length alone.
+
+    Raises:
+        UserError: no such file, or no GGUF.
+    """
+    return _header(model)[0]
+
+
 def _header(model: str) -> tuple[dict[str, Any], int]:
     path = resolve(model)
     try:

@@ -153,6 +153,23 @@ def licence(model: str, revision: str | None = None) -> Licence:
     return read_licence(card)
 
 
+def file_of(model: str, revision: str | None, name: str) -> Path | None:
+    """Return one of the checkpoint's files, fetched from the Hub where need be; None where it has none, or none is to be had.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    path, commit = _locate(model, revision)
+    if commit is None:
+        return Path(path) / name if (Path(path) / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, name, revision=commit))
+    except Exception:  # not in the repository, or no network: what asks for it can do without
+        return None
+
+
 def describe(model: str, revision: str | None = None) -> dict:
     """Return what config.json and the weight files' headers say, without loading weights.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fewstep.chat import encode_prompt
 from fewstep.errors import UserError
 from fewstep.teachers.config import PromptsConfig, TargetsConfig
 from fewstep.teachers.sources import read_jsonl, read_rows
@@ -120,6 +121,26 @@ def read_few_shot(path: Path | None) -> list[dict]:
             f"{path}: holds no turns; write one {{user, assistant}} object per line or remove targets.few_shot"
         )
     return messages
+
+
+def teacher_messages(messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[dict]]:
+    """Return what the teacher is told: `targets.system_prompt` and `targets.few_shot` before each conversation.
+
+    A system message of the conversation's own comes after the recipe's, in one message.
+    """
+    examples = read_few_shot(targets.few_shot)
+    out = []
+    for messages in messages_list:
+        own = [m["content"] for m in messages if m["role"] == "system"]
+        system = [targets.system_prompt, *own] if targets.system_prompt else own
+        head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+        out.append(head + examples + [m for m in messages if m["role"] != "system"])
+    return out
+
+
+def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
+    """Return the ids that the teacher sees: those of `teacher_messages`."""
+    return [encode_prompt(tokenizer, messages) for messages in teacher_messages(messages_list, targets)]
 
 
 def sample_id(prompt_id: str, number: int) -> str:

@@ -297,7 +297,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_the_server_is_asked(recipe, 
 # --- One tokenizer -------------------------------------------------------------------------------
 
 
-def test_a_base_with_another_tokenizer_is_refused_before_any_work(base, tmp_path):
+def test_a_base_with_another_tokenizer_is_refused_before_any_work(base, recipe, tmp_path):
     assert len(strings()) == len(set(strings())) == 200
     assert difference(tiny_tokenizer(), tiny_tokenizer()) is None
     other = tiny_tokenizer()
@@ -313,9 +313,12 @@ def test_a_base_with_another_tokenizer_is_refused_before_any_work(base, tmp_path
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["fox"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match="is not that of teacher.model"):
-        collected(tmp_path, TeacherConfig(model=base, dtype="float32"), str(folder))
-    assert not list((tmp_path / "targets").rglob("*.parquet"))
+    file = recipe(base)
+    assert plan(load_recipe(file, [f"student.base={base}"]), tmp_path / "runs")["total"]["stages"] == 5
+    with pytest.raises(
+        UserError, match=f"student.base {folder}: its tokenizer is not that of teacher.model {base}: .*fox"
+    ):
+        plan(load_recipe(file, [f"student.base={folder}"]), tmp_path / "runs")
 
 
 def test_token_bytes_are_what_each_token_writes():

@@ -4,7 +4,7 @@
     python benchmarks/data_scale.py --kd
 
 Targets of random tokens are written for the purpose; the quickstart's teacher is adapted on them for a few steps, each
-size in a process of its own, in turn. What is not the same within its bound ends the script with exit code 1. With
+size in a process of its own, in turn, with other seeds each time: the longest row of a few steps is chance. What is not the same within its bound ends the script with exit code 1. With
 `--kd` the teacher's distributions are read too, which are most of the data: start-up is then shown and not bound.
 """
 
@@ -63,7 +63,7 @@ def write_targets(folder: Path, rows: int) -> None:
         pq.write_table(pa.table(columns, schema=records.SCHEMA), folder / "shards" / f"{number:05d}.parquet", compression="zstd")  # fmt: skip
 
 
-def train(targets: Path, folder: Path, kd: bool) -> None:
+def train(targets: Path, folder: Path, seed: int, kd: bool) -> None:
     from fewstep.distill import train as stage
     from fewstep.distill.config import AdaptConfig, EngineConfig, TrackConfig
     from fewstep.students.config import StudentConfig
@@ -72,14 +72,14 @@ def train(targets: Path, folder: Path, kd: bool) -> None:
                          objectives={"ce": 1.0, "ar": 1.0} | ({"kd": 0.3} if kd else {}))  # fmt: skip
     teacher = ROOT / "recipes" / "quickstart" / "teacher"
     stage.run(folder, "adapt", config, StudentConfig(block_size=16), EngineConfig(name="plain", threads=1), TrackConfig(),
-              teacher, targets, 0, "data-scale")  # fmt: skip
+              teacher, targets, seed, "data-scale")  # fmt: skip
 
 
-def measure(targets: Path, folder: Path, rows: int, kd: bool) -> dict:
+def measure(targets: Path, folder: Path, rows: int, seed: int, kd: bool) -> dict:
     """Train in a process of its own and return what it cost; `start_s` is the time to the end of the first step."""
     folder.mkdir(parents=True)
     begin = time.time()
-    child = subprocess.Popen([sys.executable, __file__, "--train", str(targets), str(folder), *(["--kd"] if kd else [])], env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    child = subprocess.Popen([sys.executable, __file__, "--train", str(targets), str(folder), str(seed), *(["--kd"] if kd else [])], env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     metrics, first = folder / "metrics.jsonl", None
     while child.poll() is None:
         if first is None and metrics.is_file() and metrics.stat().st_size:
@@ -97,10 +97,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs=2, default=(10_000, 1_000_000))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kd", action="store_true", help="distil from the teacher's distributions")
-    parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        return train(*args.train, args.kd)
+        targets, folder, seed = args.train
+        return train(Path(targets), Path(folder), int(seed), args.kd)
     found: dict[int, list[dict]] = {rows: [] for rows in args.rows}
     with tempfile.TemporaryDirectory() as scratch:
         for rows in args.rows:
@@ -108,7 +109,7 @@ def main() -> None:
         for repeat in range(args.repeats):
             for rows in args.rows:
                 found[rows].append(
-                    measure(Path(scratch) / str(rows), Path(scratch) / f"run-{rows}-{repeat}", rows, args.kd)
+                    measure(Path(scratch) / str(rows), Path(scratch) / f"run-{rows}-{repeat}", rows, repeat, args.kd)
                 )
                 print(found[rows][-1], flush=True)
     few, many = (

@@ -117,7 +117,26 @@ def costs(samples: Samples, config: TrainingConfig, block_size: int) -> np.ndarr
     return clean + copies * (samples.response_lengths + block_size - 1)
 
 
-def epoch_steps(costs: np.ndarray, batch_tokens: int, seed: int, epoch: int, least: int) -> list[np.ndarray]:
+class Steps(Sequence[np.ndarray]):
+    """Steps of an epoch, each an array of sample indices: parts of one array, so that a million rows cost some megabytes.
+
+    Args:
+        order: [N] i32, the samples of one step after those of another.
+        bounds: [steps, 2] i32, where each step begins and ends in it.
+    """
+
+    def __init__(self, order: np.ndarray, bounds: np.ndarray):
+        self._order, self._bounds = order, bounds
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def __getitem__(self, i):
+        first, last = self._bounds[i].tolist()
+        return self._order[first:last]
+
+
+def epoch_steps(costs: np.ndarray, batch_tokens: int, seed: int, epoch: int, least: int) -> Steps:
     """Cut an epoch into optimizer steps of about `batch_tokens` positions and of similar lengths.
 
     Args:
@@ -125,32 +144,36 @@ def epoch_steps(costs: np.ndarray, batch_tokens: int, seed: int, epoch: int, lea
         least: samples a step needs so that every micro-batch has one.
 
     Returns:
-        A list of steps, each an array of sample indices; every sample appears once.
+        The steps; every sample is in one of them.
     """
     costs = np.asarray(costs)
     rng = keyed_rng(seed, epoch, "order")
-    shuffled = rng.permutation(len(costs)).astype(np.int32)
+    order = rng.permutation(len(costs)).astype(np.int32)
     per_step = max(least, batch_tokens // max(1, int(np.mean(costs))))
     window = per_step * 16  # similar lengths meet, yet a step is no fixed set of samples
-    steps: list[np.ndarray] = []
-    for first in range(0, len(shuffled), window):
-        bucket = shuffled[first : first + window]
-        bucket = bucket[np.lexsort((bucket, costs[bucket]))]
+    ends: list[int] = []
+    for first in range(0, len(order), window):
+        bucket = order[first : first + window]
+        bucket[:] = bucket[np.lexsort((bucket, costs[bucket]))]
         begin = 0
         for end, cost in enumerate(costs[bucket].tolist()):  # from short to long, so this is the step's longest
             if end - begin >= least and cost * (end - begin + 1) > batch_tokens:
-                steps.append(bucket[begin:end])
+                ends.append(first + end)
                 begin = end
-        steps.append(bucket[begin:])
-    short = [s for s in steps if len(s) < least]
-    steps = [s for s in steps if len(s) >= least]
-    if short:  # remainders too small to fill every micro-batch go together, or join the last step
-        left = np.concatenate(short)
-        if len(left) >= least or not steps:
-            steps.append(left)
+        ends.append(first + len(bucket))
+    bounds = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1).astype(np.int32)
+    small = np.diff(bounds, axis=1)[:, 0] < least
+    if small.any():  # remainders too small to fill every micro-batch go together, or join the last step
+        of_small = np.repeat(small, np.diff(bounds, axis=1)[:, 0])
+        left = int(of_small.sum())
+        order = np.concatenate([order[~of_small], order[of_small]])
+        ends_kept = np.cumsum(np.diff(bounds[~small], axis=1)[:, 0])
+        if left >= least or not len(ends_kept):
+            ends_kept = np.append(ends_kept, len(order))
         else:
-            steps[-1] = np.concatenate([steps[-1], left])
-    return [steps[i] for i in rng.permutation(len(steps))]
+            ends_kept[-1] = len(order)
+        bounds = np.stack([np.concatenate([[0], ends_kept[:-1]]), ends_kept], 1).astype(np.int32)
+    return Steps(order, bounds[rng.permutation(len(bounds))])
 
 
 def micro_batches(step: Sequence[int], world_size: int, accumulation: int) -> list[list[Sequence[int]]]:
@@ -176,7 +199,7 @@ class StepPlan:
         self.epoch, self.first = phase * EPOCHS, first
         self.steps = self._cut(self.epoch)
 
-    def _cut(self, epoch: int) -> list[np.ndarray]:
+    def _cut(self, epoch: int) -> Steps:
         return epoch_steps(self.costs, self.batch_tokens, self.seed, epoch, self.least)
 
     def at(self, step: int) -> tuple[int, np.ndarray]:

@@ -180,8 +180,12 @@ def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Call
     folder = StageFolder(folders[stage.name])
     start = time.monotonic()
     if machine.rank() > 0:
-        # Under a launcher every rank trains; the first one alone holds the folder and does the rest.
-        if stage.name in TRAINED:
+        # Under a launcher every rank answers prompts and trains; the first one alone holds the folder and does the rest.
+        if stage.name == "targets":
+            while not (folder.path / "shards").is_dir():
+                raise_if_stopped(f"rank {machine.rank()} stopped")
+                time.sleep(0.2)
+        if stage.name in (*TRAINED, "targets"):
             RUNNERS[stage.name](recipe, folders)
         while not folder.is_complete():
             raise_if_stopped(f"rank {machine.rank()} stopped")

@@ -253,7 +253,7 @@ def open_samples(targets: Path, split: str, scratch: Path, topk: bool = True) ->
             facts = pq.read_table(shard, columns=["split", "finish_reason"], partitioning=None)
         in_split.append(pc.equal(facts["split"], split).to_numpy())
         stopped.append(pc.equal(facts["finish_reason"], "stop").to_numpy())
-    kept = np.flatnonzero(np.concatenate(in_split) & (rows.lengths("response_ids") > 0))
+    kept = np.flatnonzero(np.concatenate(in_split) & (rows.lengths("response_ids") > 0)).astype(np.int32)
     return Samples(rows, kept, np.concatenate(stopped)[kept])
 
 

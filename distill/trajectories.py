@@ -4,7 +4,6 @@ Shapes: B rows (a block of a response each), S block size.
 """
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def record(model, samples: Samples, folder: Path, block_size: int, batch_size: i
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = range(0, len(samples), SHARD)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = machine.world_size()
     with progress("trajectories", total=int(samples.response_lengths.sum())) as bar:
         for number, first in enumerate(shards):
             path = folder / f"{number:05d}.parquet"

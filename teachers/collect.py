@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fewstep import checkers, signals
+from fewstep import checkers, machine, signals
 from fewstep.chat import encode_prompt, eos_ids
 from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
@@ -67,8 +67,11 @@ def run(
         avoid: prompts of evaluation, for `prompts.decontaminate`.
         base: the checkpoint that the student starts from; of a teacher behind a server its tokenizer is that of the targets.
 
+    Under a launcher each rank writes every `world size`th shard, and the first one waits for all and adds them up.
+
     Returns:
-        The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length.
+        The summary for the manifest: counts, drops by reason, the teacher's score, tokens, mean length; of other
+        ranks than the first nothing.
 
     Raises:
         UserError: the prompts, the filter or the teacher are not usable; nothing was generated.
@@ -76,9 +79,11 @@ def run(
         Stopped: a signal came; finished shards stay.
     """
     folder = Path(folder)
-    for stale in folder.glob(f"{TEMPORARY}*-{SAVED}"):
-        shutil.rmtree(stale)
-    (folder / "shards").mkdir(exist_ok=True)
+    rank, world_size = machine.rank(), machine.world_size()
+    if rank == 0:
+        for stale in folder.glob(f"{TEMPORARY}*-{SAVED}"):
+            shutil.rmtree(stale)
+        (folder / "shards").mkdir(exist_ok=True)
     saved = folder / SAVED
     reference = (str(base), None) if teacher.is_endpoint else (teacher.model, teacher.revision)
     info = describe(*reference)
@@ -86,13 +91,14 @@ def run(
     work = prepare(tokenizer, info, prompts, targets, avoid)
 
     starts = range(0, len(work.prompts), targets.shard_size)
-    missing = [
-        i
-        for i in range(len(starts))
-        if not (_shard(folder, i).exists() and _shard(folder, i).with_suffix(".json").exists())
-    ]
+    missing = [i for i in range(len(starts)) if not _is_there(folder, i)]
     converts = kind_of(teacher.model) == "gguf" and not saved.is_dir()
-    _require_disk(folder, info, targets, len(missing) * targets.shard_size * targets.samples, converts)
+    if rank == 0:
+        _require_disk(folder, info, targets, len(missing) * targets.shard_size * targets.samples, converts)
+    elif converts:  # the first rank does it; all use what it saved
+        _wait(lambda: saved.is_dir())
+        converts = False
+    missing = [i for i in missing if i % world_size == rank]
     if missing and teacher.is_endpoint:
         asking = _of_endpoint(
             Endpoint(teacher, tokenizer, _stops(load_stops(*reference), tokenizer, base or "")), work, targets, seed
@@ -106,6 +112,9 @@ def run(
         _check_ids(work, model, teacher.model)
         asking = _of_weights(model, _stops(model, tokenizer, teacher.model), work, targets, seed)
         _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
+    if rank > 0:
+        return {}
+    _wait(lambda: all(_is_there(folder, i) for i in range(len(starts))))
     summary = _finish(folder, work, teacher.model, prompts, targets, len(starts))
     summary["licence"] = licence(teacher).facts()
     summary["prompts_from"] = Path(prompts.place).name if prompts.path else prompts.place
@@ -136,8 +145,16 @@ def prepare(
             "with evaluation; give others, or raise words"
         )
     check_references(prompts.checker, rows, prompts.place)
-    student_ids = [encode_prompt(tokenizer, row.messages) for row in rows]
-    teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets)
+    tools = [row.tools for row in rows]
+    try:
+        student_ids = [encode_prompt(tokenizer, row.messages, row.tools) for row in rows]
+        teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets, tools)
+    except ValueError as error:
+        first = next((row.line for row in rows if row.tools), 0)
+        raise UserError(
+            f"{prompts.place}, line {first}: its prompt has tools, and the teacher cannot be shown them: {error}; give a "
+            "teacher whose template shows tools, or remove `tools`"
+        ) from None
     limit = info["context_length"]
     if limit is not None:
         long = [i for i, ids in enumerate(teacher_ids) if len(ids) + targets.max_new_tokens > limit]
@@ -177,6 +194,11 @@ def _of_weights(model: Any, stops: list[int], work: Work, targets: TargetsConfig
 
 
 def _of_endpoint(server: Endpoint, work: Work, targets: TargetsConfig, seed: int) -> Asking:
+    told = next((prompt for prompt in work.prompts if prompt.tools), None)
+    if told is not None and server.config.api == "chat":
+        raise UserError(
+            f"prompt {told.id} has tools, and a chat server takes calls of them out of its text; set teacher.endpoint.api to completions"
+        )
     messages = teacher_messages([prompt.messages for prompt in work.prompts], targets)
 
     def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
@@ -380,7 +402,7 @@ def _finish(
 
 def _stop_hopeless(folder: Path, shard: int, name: str, prompts: PromptsConfig, targets: TargetsConfig) -> None:
     """Fail now, not after hours, when not one answer so far is right and `min_score` makes that all but impossible."""
-    notes = [_notes(folder, i) for i in range(shard + 1)]
+    notes = [_notes(folder, i) for i in range(shard + 1) if _is_there(folder, i)]
     scored = sum(note["scored"] for note in notes)
     if scored and sum(note["score"] for note in notes) == 0 and (1 - targets.min_score) ** scored < 1e-3:
         raise RunFailed(_fails(name, 0.0, scored, prompts, targets))
@@ -424,6 +446,17 @@ def _save_plain(folder: Path, model: Any, tokenizer: Any) -> None:
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / "shards" / f"{number:05d}.parquet"
+
+
+def _is_there(folder: Path, number: int) -> bool:
+    return _shard(folder, number).exists() and _shard(folder, number).with_suffix(".json").exists()
+
+
+def _wait(ready: Callable[[], bool]) -> None:
+    """Wait for another rank; the launcher ends all where one has failed."""
+    while not ready():
+        signals.raise_if_stopped("targets stopped; finished shards are kept")
+        time.sleep(0.2)
 
 
 def _notes(folder: Path, number: int) -> dict:

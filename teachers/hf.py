@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import socket
 import struct
@@ -224,10 +225,10 @@ def refuse_encoder(config: Any, model: str) -> None:
 
 
 def device() -> str:
-    """Return where models are put: "cuda" where there is a GPU, else "cpu"."""
+    """Return where models are put: a GPU where there is one (under a launcher each rank's own), else "cpu"."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def torch_dtype(dtype: str) -> Any:
@@ -235,7 +236,7 @@ def torch_dtype(dtype: str) -> Any:
     import torch
 
     if dtype == "auto":
-        return torch.bfloat16 if device() == "cuda" else torch.float32
+        return torch.bfloat16 if device() != "cpu" else torch.float32
     assert dtype in _DTYPES, dtype
     return getattr(torch, dtype)
 

@@ -23,6 +23,7 @@ class Prompt:
     id: str
     messages: list[dict]  # dicts of role and content; the last one is the user's
     reference: Any = None  # any JSON
+    tools: list[dict] | None = None  # JSON schemas of functions, for the chat template
     line: int = field(default=0, compare=False)  # 1-based, for messages to the user
 
 
@@ -30,8 +31,8 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     """Return the prompts of a source, in its order.
 
     `config.field` of a row holds the user's message, or a list of role/content messages that ends with the
-    user's. `id` (text or integer) and `reference` (any JSON) are optional; without an id a row is named by the hash
-    of its messages.
+    user's. `id` (text or integer), `reference` (any JSON) and `tools` (a list of JSON schemas of functions, or its text)
+    are optional; without an id a row is named by the hash of its messages and tools.
 
     Raises:
         UserError: no such source, no rows, or a row that breaks a rule, by line number.
@@ -46,15 +47,16 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             raise UserError(
                 f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message"
             )
-        messages = _messages(row[config.field], where, config.field)
+        messages, tools = _messages(row[config.field], where, config.field), _tools(row.get("tools"), where)
         if config.dedupe:
-            alike = _sha256([[m["role"], " ".join(m["content"].lower().split())] for m in messages])
+            told = [[m["role"], " ".join(m["content"].lower().split())] for m in messages]
+            alike = _sha256([told, tools] if tools else told)
             if alike in seen:
                 continue
             seen.add(alike)
         prompt_id = _given_id(row, where)
         if prompt_id is None:
-            prompt_id = _sha256(messages)[:16]
+            prompt_id = _sha256([messages, tools] if tools else messages)[:16]
             repeats[prompt_id] = repeats.get(prompt_id, 0) + 1
             if repeats[prompt_id] > 1:
                 prompt_id = f"{prompt_id}-{repeats[prompt_id]}"
@@ -66,7 +68,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             kind = type(row["reference"]).__name__
             raise UserError(f"{where}: `reference` holds a {kind}, which is no JSON; write it as text") from None
         places[prompt_id] = where.rpartition(", ")[2]
-        prompts.append(Prompt(prompt_id, messages, row.get("reference"), number))
+        prompts.append(Prompt(prompt_id, messages, row.get("reference"), tools, number))
     if not prompts:
         raise UserError(f"{config.place}: holds no prompts; write one JSON object with `{config.field}` per line")
     return prompts
@@ -138,9 +140,19 @@ def teacher_messages(messages_list: list[list[dict]], targets: TargetsConfig) ->
     return out
 
 
-def teacher_prompts(tokenizer: Any, messages_list: list[list[dict]], targets: TargetsConfig) -> list[list[int]]:
-    """Return the ids that the teacher sees: those of `teacher_messages`."""
-    return [encode_prompt(tokenizer, messages) for messages in teacher_messages(messages_list, targets)]
+def teacher_prompts(
+    tokenizer: Any,
+    messages_list: list[list[dict]],
+    targets: TargetsConfig,
+    tools: list[list[dict] | None] | None = None,
+) -> list[list[int]]:
+    """Return the ids that the teacher sees: those of `teacher_messages`, with the tools of each conversation.
+
+    Raises:
+        ValueError: as `chat.encode_prompt`.
+    """
+    told = teacher_messages(messages_list, targets)
+    return [encode_prompt(tokenizer, messages, own) for messages, own in zip(told, tools or [None] * len(told))]
 
 
 def sample_id(prompt_id: str, number: int) -> str:
@@ -171,7 +183,9 @@ def prompts_fingerprint(prompts: PromptsConfig, targets: TargetsConfig | None = 
     Raises:
         UserError: as `read_prompts`, `read_few_shot` and `read_schema`.
     """
-    content: list[Any] = [[p.id, p.messages, p.reference] for p in read_prompts(prompts)]
+    content: list[Any] = [
+        [p.id, p.messages, p.reference, *([p.tools] if p.tools else [])] for p in read_prompts(prompts)
+    ]
     if targets is not None:
         content = [content, read_few_shot(targets.few_shot), read_schema(targets.keep.json_schema)]
     return _sha256(content)
@@ -218,6 +232,22 @@ def _messages(value: Any, where: str, name: str) -> list[dict]:
     if not messages or messages[-1]["role"] != "user":
         raise UserError(f"{where}: `{name}` must end with the user's message, which the teacher answers")
     return messages
+
+
+def _tools(value: Any, where: str) -> list[dict] | None:
+    """Return a row's tools; some data sets keep them as text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise UserError(
+                f"{where}: `tools` is {value[:60]!r}, which is no JSON; write a list of JSON schemas"
+            ) from None
+    if value is None or value == "" or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):
+        raise UserError(f"{where}: `tools` is {value!r:.80}; it must be a list of JSON schemas, an object each")
+    return value
 
 
 def _text(value: Any, where: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def encode_prompt(tokenizer: Any, messages: list[dict]) -> list[int]:
+def encode_prompt(tokenizer: Any, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Return the ids of `messages` followed by the header of the assistant's turn.
 
     A tokenizer without a chat template gets the last user message as plain text, after one BOS if
@@ -12,9 +12,21 @@ def encode_prompt(tokenizer: Any, messages: list[dict]) -> list[int]:
     Args:
         tokenizer: a Hugging Face tokenizer.
         messages: dicts of `role` and `content`; the last is the user's.
+        tools: JSON schemas of functions that the chat template shows; None: none.
+
+    Raises:
+        ValueError: there are tools, and the template (or its absence) would not show them.
     """
     if getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        told = {"add_generation_prompt": True, "return_dict": False}
+        if not tools:
+            return list(tokenizer.apply_chat_template(messages, **told))
+        ids = list(tokenizer.apply_chat_template(messages, tools=tools, **told))
+        if ids == list(tokenizer.apply_chat_template(messages, **told)):
+            raise ValueError("its chat template shows no tools")
+        return ids
+    if tools:
+        raise ValueError("it has no chat template, which would show the tools")
     text = next(m["content"] for m in reversed(messages) if m["role"] == "user")
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if getattr(tokenizer, "add_bos_token", False) and tokenizer.bos_token_id is not None:

@@ -51,6 +51,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """Return how many processes the launcher has started; 1 where there is no launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def peak_memory_mb() -> float:
     """Return the most resident memory that this process has had.
 

@@ -12,7 +12,7 @@ name: {name}
 seed: 0
 
 teacher:
-  model: HuggingFaceTB/SmolLM2-135M-Instruct  # a Hub id, a folder, a .gguf file, or package://module/file.gguf
+  model: HuggingFaceTB/SmolLM2-135M-Instruct  # a Hub id, a folder, a .gguf file, package://module/file.gguf, or a server's URL
   revision: null                              # a Hub commit; set it, so that the run can be repeated
 
 prompts:

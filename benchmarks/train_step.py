@@ -36,17 +36,22 @@ SIZES = {"3M": None, "135M": SMOL}
 CONFIG = AdaptConfig(objectives={"ce": 1.0, "ar": 1.0})
 DRAWS = 2000  # of the bootstrap over steps
 EOS = 1
+WINDOW = 16  # steps whose samples are sorted together, as in `examples.epoch_steps`
 
 
 def examples(rows: int, step: int) -> list:
-    """Return the examples of one step; prompts of 30 to 90 tokens, responses of 20 to 70."""
+    """Return the examples of one step, of similar length as training takes them: a slice of a sorted window.
+
+    Prompts have 30 to 90 tokens, responses 20 to 70.
+    """
     rng = np.random.default_rng(step)
-    out = []
-    for i in range(rows):
+    drawn = []
+    for i in range(rows * WINDOW):
         prompt, response = (rng.integers(4, 400, rng.integers(*bounds)) for bounds in ((30, 90), (20, 70)))
-        sample = Sample(f"{step}-{i}", prompt, response, True, None, None, None)
-        out.append(draw_example(sample, CONFIG, 16, EOS, 0, 0, 0.5))
-    return out
+        drawn.append(Sample(f"{step}-{i}", prompt, response, True, None, None, None))
+    drawn.sort(key=lambda s: len(s.prompt) + 2 * len(s.response))
+    first = rows * int(rng.integers(WINDOW))
+    return [draw_example(s, CONFIG, 16, EOS, 0, 0, 0.5) for s in drawn[first : first + rows]]
 
 
 def ar_step(model, optimizer, batch: list) -> None:
@@ -135,14 +140,14 @@ def only(kind: str, teacher: str, rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, nargs=2, default=(60, 12), help="of the 3M and of the 135M model")
-    parser.add_argument("--rows", type=int, default=12, help="samples a step")
+    parser.add_argument("--rows", type=int, nargs=2, default=(12, 8), help="samples a step, of each")
     args = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as scratch:
-        for (name, shape), steps in zip(SIZES.items(), args.steps):
+        for (name, shape), steps, rows in zip(SIZES.items(), args.steps, args.rows):
             teacher = TEACHER if shape is None else make_teacher(shape, Path(scratch) / "smol")
-            row = {"size": name, **measure(teacher, args.rows, steps)}
-            row["peak_mb"] = {kind: peak(kind, teacher, args.rows) for kind in ("nothing", "ar", "ours")}
+            row = {"size": name, **measure(teacher, rows, steps)}
+            row["peak_mb"] = {kind: peak(kind, teacher, rows) for kind in ("nothing", "ar", "ours")}
             found.append(row)
             print(f"{name}: {row['ratio']:.2f}x of the floor [{row['ci'][0]:.2f}, {row['ci'][1]:.2f}]; AR {row['ar_s']:.3f} s, "
                   f"floor {row['floor']:.2f} times that, ours {row['ours_s']:.3f} s; peak {row['peak_mb']}", flush=True)  # fmt: skip

@@ -34,6 +34,7 @@ TRAINED = ("adapt", "distill")
 # Keys that came later, with the value at which they change nothing: left out of the hash where they have it, so that
 # a new key runs no finished stage again.
 LATER: dict[str, dict[str, Any]] = {
+    "teacher": {"quantize": None},
     "prompts": {"decontaminate": None},
     "targets": {"samples": 1, "attempts": 1},
     "keep": {"loops": None, "refusals": True, "script": None},
@@ -73,7 +74,7 @@ def parts(recipe: Recipe) -> dict[str, dict]:
     student = recipe.student.model_dump(mode="json", exclude={"base"})
     found: dict[str, dict] = {
         "targets": {
-            "teacher": recipe.teacher.model_dump(mode="json", include={"dtype"}),
+            "teacher": _without_later("teacher", recipe.teacher.model_dump(mode="json", include={"dtype", "quantize"})),
             "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude=ASKED))
             | {"source": "jsonl"},
             "targets": _targets(recipe),

@@ -20,6 +20,7 @@ from fewstep.teachers import endpoint
 from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.equivalence import same_tokenizer
 from fewstep.teachers.filters import check_references, make_filter
+from fewstep.teachers.hf import require_quantizer
 from fewstep.teachers.licences import check_licence
 from fewstep.teachers.load import describe, kind_of, licence, load_config, load_tokenizer, plain_weights
 from fewstep.teachers.prompts import Prompt, read_few_shot, read_prompts
@@ -54,6 +55,7 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
     if "targets" in todo:
         given = recipe.teacher
         check_licence(given, licence(given))
+        require_quantizer(given.quantize)
         if given.is_endpoint:
             endpoint.check(given)
     if "targets" in todo or "eval" in todo:

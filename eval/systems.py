@@ -28,9 +28,11 @@ class Models:
         if system not in self._loaded:
             if system == "teacher":
                 model, tokenizer = load_for_stage(self._teacher, self._targets_folder)
+                placed = self._teacher.quantize is not None or self._teacher.device_map is not None
+                self._loaded[system] = model if placed else column_major(model), tokenizer
             else:
                 model, tokenizer = load_student(self._students[system], torch_dtype(self._teacher.dtype))
-            self._loaded[system] = column_major(model.to(device())), tokenizer
+                self._loaded[system] = column_major(model.to(device())), tokenizer
         return self._loaded[system]
 
     def drop(self, system: str) -> None:

@@ -41,11 +41,30 @@ class TeacherConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
+    quantize: Literal["int8", "int4"] | None = Field(
+        None,
+        description="load its linear layers with bitsandbytes in 8 bits, or in 4 (NF4); the student still starts from the full weights",
+    )
+    device_map: Literal["auto"] | None = Field(
+        None, description="auto: spread a teacher that no single GPU holds over all of them, and the CPU"
+    )
     acknowledge: str | None = Field(
         None,
         description="the name of the teacher's licence, where it puts conditions on what is trained on its answers (of an endpoint: always): you have read them and keep to them",
     )
     endpoint: EndpointConfig = EndpointConfig()
+
+    @model_validator(mode="after")
+    def _only_checkpoints_are_placed(self):
+        for key in ("quantize", "device_map"):
+            if getattr(self, key) is not None and (self.is_endpoint or self.model.lower().endswith(".gguf")):
+                kind = (
+                    "a server loads its model itself"
+                    if self.is_endpoint
+                    else "a GGUF file is dequantised and loaded whole"
+                )
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but {kind}; remove it")
+        return self
 
     @property
     def is_endpoint(self) -> bool:

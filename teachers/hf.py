@@ -21,25 +21,43 @@ _CONTENT = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # the 
 _DTYPES = {"float32", "bfloat16", "float16"}
 
 
-def load(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+def load(
+    model: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    device_map: str | None = None,
+) -> tuple[Any, Any]:
     """Return (model, tokenizer) in eval mode, on the GPU where there is one.
 
     Args:
         model: a folder or a Hub id.
         revision: a Hub commit, branch or tag; ignored for a folder.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, bfloat16 on a GPU.
+        quantize: "int8" or "int4": its linear layers in so many bits, by bitsandbytes.
+        device_map: "auto": over all devices; None: on one.
 
     Raises:
         UserError: it cannot be loaded, its weights are not all there, or it is no decoder-only LM.
     """
+    if quantize is not None and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"teacher.quantize {quantize}: bitsandbytes is not installed; pip install bitsandbytes, or remove it"
+        )
     describe(model, revision)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path, commit = _locate(model, revision)
+    placed = {} if device_map is None and quantize is None else {"device_map": device_map or {"": device()}}
+    if quantize is not None:
+        from transformers import BitsAndBytesConfig
+
+        nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch_dtype(dtype)}
+        placed["quantization_config"] = BitsAndBytesConfig(**({"load_in_8bit": True} if quantize == "int8" else nf4))
     try:
         refuse_encoder(AutoConfig.from_pretrained(path, revision=commit), model)
         pair: Any = AutoModelForCausalLM.from_pretrained(
-            path, revision=commit, dtype=torch_dtype(dtype), output_loading_info=True
+            path, revision=commit, dtype=torch_dtype(dtype), output_loading_info=True, **placed
         )
         loaded, info = pair
     except UserError:
@@ -52,7 +70,15 @@ def load(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[
             f"teacher.model {model}: {len(missing)} weights are missing or have another shape (first: {missing[0]}), "
             "so it would answer at random; give a complete causal-LM checkpoint"
         )
-    return loaded.to(device()).eval(), load_tokenizer(model, revision)
+    return (loaded if placed else loaded.to(device())).eval(), load_tokenizer(model, revision)
+
+
+def require_quantizer(quantize: str | None) -> None:
+    """Raise UserError where a teacher is to be quantised and the library is not installed."""
+    if quantize is not None and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"teacher.quantize {quantize}: bitsandbytes is not installed; pip install bitsandbytes, or remove it"
+        )
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

@@ -33,7 +33,7 @@ def _module(model: str) -> ModuleType:
     return import_module(f"fewstep.teachers.{kind}")
 
 
-def load_teacher(model: str, revision: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+def load_teacher(model: str, revision: str | None = None, dtype: str = "auto", **placing: Any) -> tuple[Any, Any]:
     """Return (model, tokenizer), the model in eval mode and on the GPU where there is one.
 
     Args:
@@ -41,10 +41,12 @@ def load_teacher(model: str, revision: str | None = None, dtype: str = "auto") -
         revision: a Hub commit, branch or tag; ignored for local files.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, bfloat16 on a GPU.
 
+        placing: `quantize` and `device_map`, of a checkpoint that is no GGUF file; see `hf.load`.
+
     Raises:
         UserError: it cannot be loaded or is no decoder-only LM.
     """
-    return _module(model).load(model, revision, dtype)
+    return _module(model).load(model, revision, dtype, **placing)
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
@@ -119,4 +121,5 @@ def load_for_stage(teacher: TeacherConfig, targets_folder: Path | str) -> tuple[
     saved = Path(targets_folder) / SAVED
     if saved.is_dir():
         return load_teacher(str(saved), None, teacher.dtype)
-    return load_teacher(teacher.model, teacher.revision, teacher.dtype)
+    placing = {k: v for k, v in (("quantize", teacher.quantize), ("device_map", teacher.device_map)) if v is not None}
+    return load_teacher(teacher.model, teacher.revision, teacher.dtype, **placing)

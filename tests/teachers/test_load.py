@@ -1,12 +1,15 @@
 import json
 import struct
+from importlib.util import find_spec
 
 import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from fewstep.distill.chain import chain
+from fewstep.distill.recipe import load_recipe
 from fewstep.errors import UserError
-from fewstep.teachers import gguf
+from fewstep.teachers import gguf, hf
 from fewstep.teachers.config import TeacherConfig
 from fewstep.teachers.load import describe, kind_of, load_for_stage, load_teacher, plain_weights, teacher_fingerprint
 
@@ -249,3 +252,49 @@ def _installed(name):
         return gguf.resolve(name).is_file()
     except UserError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("m.gguf", "a GGUF file is dequantised"), ("https://h/v1", "a server loads")]
+)
+@pytest.mark.parametrize("key", [{"quantize": "int8"}, {"device_map": "auto"}])
+def test_only_a_checkpoint_is_quantised_or_spread(model, said, key):
+    with pytest.raises(ValueError, match=said):
+        TeacherConfig(model=model, **key)
+
+
+def test_a_quantised_teacher_needs_its_library_and_is_another_teacher(tmp_path, monkeypatch):
+    def recipe_of(keys):
+        (tmp_path / "p.jsonl").write_text('{"instruction": "x"}')
+        (tmp_path / "r.yaml").write_text(f"name: r\nteacher: {{model: ./t{keys}}}\nprompts: {{path: p.jsonl}}\n")
+        return load_recipe(tmp_path / "r.yaml")
+
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="teacher.quantize int4: bitsandbytes is not installed"):
+        hf.load(str(save_tiny(tmp_path / "t")), quantize="int4")
+    plain, smaller, spread = (
+        chain(recipe_of(keys))["targets"].hash for keys in ("", ", quantize: int8", ", device_map: auto")
+    )
+    assert plain == spread != smaller
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(("quantize", "apart"), [("int8", 0.15), ("int4", 0.6)])
+def test_a_quantised_teacher_answers_nearly_as_the_whole_one(tmp_path, quantize, apart):
+    folder = str(save_tiny(tmp_path / "t"))
+    ids = torch.tensor([[1, 50, 90, 120, 33]])
+    with torch.inference_mode():
+        whole, smaller = (
+            hf.load(folder, dtype="float32", **keys)[0](input_ids=ids).logits.log_softmax(-1)
+            for keys in ({}, {"quantize": quantize})
+        )
+    assert 0 < (whole.exp() * (whole - smaller)).sum(-1).max() < apart
+
+
+def test_a_teacher_may_be_spread_over_devices(tmp_path):
+    folder = str(save_tiny(tmp_path / "t"))
+    ids = torch.tensor([[1, 50, 90]])
+    with torch.inference_mode():
+        assert torch.equal(
+            hf.load(folder, device_map="auto")[0](input_ids=ids).logits, hf.load(folder)[0](input_ids=ids).logits
+        )

@@ -38,7 +38,7 @@ def ask(
 
 def compare(ours: list[dict], theirs: list[dict]) -> dict:
     """Return how many texts are the same, how far log-probabilities are apart, and how far mass is from 1."""
-    apart, mass, unknown = [], [], 0
+    apart, mass, unknown, both, either = [], [], 0, 0, 0
     for a, b in zip(ours, theirs, strict=True):
         for i in range(min(len(a["response_ids"]), len(b["response_ids"]))):
             if a["response_ids"][:i] != b["response_ids"][:i]:
@@ -47,11 +47,12 @@ def compare(ours: list[dict], theirs: list[dict]) -> dict:
                 unknown += 1
                 continue
             here, there = (dict(zip(row["topk_ids"][i], row["topk_logprobs"][i])) for row in (a, b))
+            both, either = both + len(here.keys() & there.keys()), either + len(here)
             apart += [abs(here[token] - there[token]) for token in here.keys() & there.keys()]
             mass.append(abs(sum(map(math.exp, there.values())) + b["tail_mass"][i] - 1))
     return {
         "prompts": len(ours), "same_texts": sum(a["response_ids"] == b["response_ids"] for a, b in zip(ours, theirs)),
-        "logprobs": len(apart), "median": float(np.median(apart)), "p99": float(np.quantile(apart, 0.99)), "max": max(apart),
+        "same_top_k": both / either, "logprobs": len(apart), "median": float(np.median(apart)), "p99": float(np.quantile(apart, 0.99)), "max": max(apart),
         "mass": max(mass), "ends_without_distribution": unknown,
     }  # fmt: skip
 
@@ -77,7 +78,7 @@ def main() -> None:
             theirs, took = ask(Path(scratch) / api, teacher, prompts, args.base)
             found.append({"api": api, **compare(ours, theirs), "seconds": took, "seconds_at_hand": seconds})
             print(found[-1], flush=True)
-    kept = {"command": "python benchmarks/endpoint.py", "server": args.server, "base": Path(args.base).name, "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": found}  # fmt: skip
+    kept = {"command": f"python benchmarks/endpoint.py {args.url} --base {Path(args.base).name} --prompts {args.prompts.name} --field {args.field} --limit {args.limit}", "server": args.server, "base": Path(args.base).name, "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": found}  # fmt: skip
     write_atomic(RESULTS / "endpoint.json", json.dumps(kept, indent=1) + "\n")
 
 

@@ -43,8 +43,8 @@ def texts(sources: list[str], count: int) -> list[str]:
 
 def theirs(model, rows: list[list[int]], limit: int, eos: list[int]) -> list[list[int]]:
     width = max(map(len, rows))
-    ids = torch.tensor([[eos[0]] * (width - len(r)) + r for r in rows])
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
+    ids = torch.tensor([[eos[0]] * (width - len(r)) + r for r in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=model.device)
     out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0])  # fmt: skip
     answers = []
     for row in out[:, width:].tolist():

@@ -17,6 +17,7 @@ from fewstep.errors import UserError
 from fewstep.eval.config import EVAL_VERSION, REPORT_VERSION
 from fewstep.runstore import stage_hash
 from fewstep.teachers.config import TARGETS_VERSION, PromptsConfig
+from fewstep.teachers.hf import tokenizer_fingerprint
 from fewstep.teachers.load import fingerprint_of, teacher_fingerprint
 from fewstep.teachers.prompts import Prompt, prompts_fingerprint, read_prompts
 
@@ -116,6 +117,8 @@ def chain(recipe: Recipe) -> dict[str, Stage]:
             "teacher": fingerprint_of(recipe.teacher),
             "prompts": prompts_fingerprint(recipe.prompts, recipe.targets),
             **(tasks if recipe.prompts.decontaminate else {}),
+            # the ids of a server's answers are those of the base's tokenizer
+            **({"tokenizer": tokenizer_fingerprint(str(base))} if recipe.teacher.is_endpoint else {}),
         },
         "adapt": {} if base is None else {"base": teacher_fingerprint(str(base))},
         "eval": tasks,
@@ -159,7 +162,7 @@ def _task_fingerprint(place: int, task: Any) -> str:
 
 
 def portable(recipe: Recipe) -> dict:
-    """Return the resolved recipe as JSON, with file names in place of this machine's paths."""
+    """Return the resolved recipe as JSON, with file names in place of this machine's paths and no server's address."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -168,4 +171,6 @@ def portable(recipe: Recipe) -> dict:
             return [strip(v) for v in value]
         return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
-    return strip(recipe.model_dump(mode="json", by_alias=True))
+    found = strip(recipe.model_dump(mode="json", by_alias=True))
+    found["teacher"]["model"] = recipe.teacher.shown if recipe.teacher.is_endpoint else found["teacher"]["model"]
+    return found

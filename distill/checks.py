@@ -4,6 +4,7 @@
 the names that must be known, prompts that do not fit the context, and the room on the disk.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,33 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
             )
         if kind_of(str(recipe.student.base)) == "gguf":
             plain_weights(str(recipe.student.base))
-        if "targets" in todo and not recipe.teacher.is_endpoint:
+        if {"targets", "adapt"} & set(todo) and not recipe.teacher.is_endpoint:
             base = str(recipe.student.base)
             same_tokenizer(load_tokenizer(*recipe.reference), load_tokenizer(base), recipe.teacher.model, base)
     if "adapt" in todo:
         _converts(recipe)
     if "targets" in todo:
         given = recipe.teacher
-        check_licence(given, licence(given))
-        require_quantizer(given.quantize)
         if given.is_endpoint:
             endpoint.check(given)
+            _chat_keeps_no_tools(recipe)
+        require_quantizer(given.quantize)
+        check_licence(given, licence(given))
     if "targets" in todo or "eval" in todo:
         _prompts_fit(recipe, facts["context_length"])
     sizes = estimate(recipe, facts)
     require_disk(runs, sum(sizes[name].disk for name in todo), f"{recipe.name} ({', '.join(todo)})")
+
+
+def _chat_keeps_no_tools(recipe: Recipe) -> None:
+    if recipe.teacher.endpoint.api != "chat":
+        return
+    told = next((prompt for prompt in read_prompts(recipe.prompts) if prompt.tools), None)
+    if told is not None:
+        raise UserError(
+            f"{recipe.prompts.place}, line {told.line}: its prompt has tools, and a chat server takes their calls out of its text; "
+            "set teacher.endpoint.api to completions"
+        )
 
 
 def _converts(recipe: Recipe) -> None:
@@ -138,10 +151,11 @@ def _fit(
     messages_room = (len(few_shot) + 1) * 16 + TEMPLATE_ROOM
     for prompt in prompts:
         # No tokenizer makes more tokens of a text than it has bytes, so short prompts need none.
-        num_bytes = first + sum(len(m["content"].encode()) for m in prompt.messages)
+        tools = len(json.dumps(prompt.tools)) if prompt.tools else 0
+        num_bytes = first + sum(len(m["content"].encode()) for m in prompt.messages) + tools
         if num_bytes + messages_room + answer <= context:
             continue
-        num = tokenizer.count([*few_shot, *prompt.messages], most=context - answer)
+        num = tokenizer.count([*few_shot, *prompt.messages], most=context - answer, tools=prompt.tools)
         if num + answer > context:
             raise UserError(
                 f"{file}, line {prompt.line}: {num} tokens with what the teacher sees before it, and an answer of up to "
@@ -163,9 +177,9 @@ class _Tokenizer:
 
             self._fast = Tokenizer.from_file(str(file))
 
-    def count(self, messages: list[dict], most: int) -> int:
+    def count(self, messages: list[dict], most: int, tools: list[dict] | None = None) -> int:
         """Return the tokens of a prompt: exact near the limit `most`, an upper bound well below it."""
-        if self._fast is not None:
+        if self._fast is not None and not tools:
             text = sum(len(self._fast.encode(m["content"], add_special_tokens=False).ids) for m in messages)
             bound = text + len(messages) * 16 + TEMPLATE_ROOM
             if bound <= most:
@@ -174,6 +188,9 @@ class _Tokenizer:
             from fewstep.teachers.load import load_tokenizer
 
             self._full = load_tokenizer(*self.reference)
-        from fewstep.chat import encode_prompt
+        from fewstep.chat import Untold, encode_prompt
 
-        return len(encode_prompt(self._full, messages))
+        try:
+            return len(encode_prompt(self._full, messages, tools))
+        except Untold:
+            return 0  # the stage names the row

@@ -155,6 +155,9 @@ def _targets(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Nee
     longest = max(_prompt_tokens([row]) for row in rows) + prefix + config.max_new_tokens
     per_token = 12 + 8 * config.top_logprobs  # ids, tail and, for each kept one, an id and a log-probability
     saved = 4 * num_parameters if recipe.teacher.model.endswith(".gguf") else 0
+    if recipe.teacher.is_endpoint:  # another machine's work: how long that takes is not known here
+        process = {"process": PROCESS_BYTES["cpu"]}
+        return Need(tokens=answers, flops=0.0, parts=process, disk=answers * per_token + 8 * prompt)
     return Need(
         tokens=answers,
         flops=2.0 * num_parameters * (prefix + (prompt * config.samples + answers) * config.attempts),

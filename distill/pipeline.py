@@ -5,6 +5,7 @@ Heavy libraries are imported only when a stage really runs.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from fewstep.distill.chain import TRAINED, VERSIONS, Stage, chain, evaluation_pr
 from fewstep.distill.checks import check
 from fewstep.distill.recipe import Recipe
 from fewstep.errors import UserError
-from fewstep.runstore import MANIFEST, StageFolder, write_atomic
+from fewstep.runstore import MANIFEST, TEMPORARY, StageFolder, write_atomic
 from fewstep.signals import raise_if_stopped, stop_at_once
 from fewstep.teachers.load import SAVED, plain_weights
 
@@ -181,15 +182,12 @@ def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Call
     start = time.monotonic()
     if machine.rank() > 0:
         # Under a launcher every rank answers prompts and trains; the first one alone holds the folder and does the rest.
-        if stage.name == "targets":
-            while not (folder.path / "shards").is_dir():
-                raise_if_stopped(f"rank {machine.rank()} stopped")
-                time.sleep(0.2)
-        if stage.name in (*TRAINED, "targets"):
+        while stage.name == "targets" and not (_begun(folder.path) or folder.is_complete()):
+            _rest()
+        if stage.name in TRAINED or (stage.name == "targets" and not folder.is_complete()):
             RUNNERS[stage.name](recipe, folders)
         while not folder.is_complete():
-            raise_if_stopped(f"rank {machine.rank()} stopped")
-            time.sleep(0.2)
+            _rest()
         return time.monotonic() - start
     with folder.lock():
         if folder.is_complete() and stage.name != "report":
@@ -201,9 +199,36 @@ def _run_stage(recipe: Recipe, stage: Stage, folders: dict[str, Path], say: Call
             (folder.path / "sessions.jsonl").unlink()
         say(f"{stage.folder:<17} {'resumes' if resumed else 'runs'}")
         sessions = _open_session(folder.path)
-        summary = _until_stopped(recipe, stage.name, folders)
+        write_atomic(folder.path / RANKS, _launch())  # the lock is held: other ranks may begin
+        try:
+            summary = _until_stopped(recipe, stage.name, folders)
+        finally:
+            (folder.path / RANKS).unlink(missing_ok=True)
         folder.seal(_manifest(recipe, stage, summary, sessions, time.monotonic() - start))
     return time.monotonic() - start
+
+
+RANKS = f"{TEMPORARY}ranks"  # there while the first rank works in a stage's folder
+
+
+def _launch() -> str:
+    """Return what the processes of one launch have in common and those of another have not, as far as launchers say it."""
+    return " ".join(
+        os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+    )
+
+
+def _begun(folder: Path) -> bool:
+    """Whether the first rank of this launch works in the folder."""
+    try:
+        return (folder / RANKS).read_text() == _launch()
+    except OSError:
+        return False
+
+
+def _rest() -> None:
+    raise_if_stopped(f"rank {machine.rank()} stopped")
+    time.sleep(0.2)
 
 
 def _open_session(folder: Path) -> list[dict]:
@@ -215,7 +240,7 @@ def _open_session(folder: Path) -> list[dict]:
     sessions = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     before = 0.0
     if sessions:
-        last_write = max(f.stat().st_mtime for f in folder.rglob("*") if f.is_file())
+        last_write = max((f.stat().st_mtime for f in folder.rglob("*") if f.is_file()), default=0.0)
         began = datetime.fromisoformat(sessions[-1]["started"]).timestamp()
         before = sessions[-1].get("seconds_before", 0.0) + max(0.0, last_write - began)
     sessions.append({"started": _now(), "commit": machine.commit(), "seconds_before": round(before, 1)})

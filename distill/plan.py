@@ -50,7 +50,11 @@ def plan(recipe: Recipe, runs: Path) -> dict:
     return {
         "recipe": recipe.name,
         "runs": str(runs),
-        "teacher": {"model": recipe.teacher.model, **facts},
+        "teacher": {
+            "model": recipe.teacher.model,
+            **(dict.fromkeys(facts) | {"kind": "endpoint"} if recipe.teacher.is_endpoint else facts),
+        },
+        "student": {"model": recipe.reference[0], **facts},
         "trainable": {s: trainable(c, facts, facts["num_parameters"] or 0) for s, c in recipe.training().items()},
         "prompts": len(prompts),
         "first_prompt": _first_prompt(recipe, prompts[0]),
@@ -110,14 +114,15 @@ def _not_planned(recipe: Recipe) -> dict[str, str]:
 def _first_prompt(recipe: Recipe, prompt: Prompt) -> dict[str, str | None]:
     """Return the first prompt as the teacher and as the student will see it, special tokens and all."""
     told = {"teacher": teacher_messages([prompt.messages], recipe.targets)[0], "student": prompt.messages}
-    return {who: prompt_text(*recipe.reference, messages) for who, messages in told.items()}
+    return {who: prompt_text(*recipe.reference, messages, prompt.tools) for who, messages in told.items()}
 
 
 def as_text(facts: dict) -> str:
     """Return the plan as a table for people."""
-    teacher, total, machine = facts["teacher"], facts["total"], facts["machine"]
+    teacher, total, machine = facts["student"], facts["total"], facts["machine"]
+    served = f"{facts['teacher']['model']} (a server) teaches " if facts["teacher"].get("kind") == "endpoint" else ""
     lines = [
-        f"{facts['recipe']}: {teacher['model']} ({teacher['model_type']}, {_count(teacher['num_parameters'])} parameters, "
+        f"{facts['recipe']}: {served}{teacher['model']} ({teacher['model_type']}, {_count(teacher['num_parameters'])} parameters, "
         f"context {teacher['context_length']}), {facts['prompts']} prompts",
         "",
         f"{'stage':<8} {'folder':<17} {'state':<13} {'tokens':>8} {'FLOPs':>8} {'memory':>9} {'disk':>9} {'time':>8}",

@@ -30,6 +30,7 @@ from fewstep.signals import raise_if_stopped
 
 KINDS = {"prompt_ids": np.int32, "response_ids": np.int32, "topk_ids": np.int32, "topk_logprobs": np.float32,
          "tail_mass": np.float32, "sample_id": np.uint8, "order": np.int64}  # fmt: skip
+FORMAT = 2  # of the flat files: another one is written anew
 TOPK = ["topk_ids", "topk_logprobs", "tail_mass"]
 Order = Callable[["Sample", int], np.ndarray]  # (sample, its place) → the order in which it is unmasked
 
@@ -40,6 +41,7 @@ class Flat:
     def __init__(self, folder: Path, columns: list[str]):
         self.columns = columns
         self._folder = folder
+        self._files = self._bounds = {}
         self._files = {name: os.open(folder / f"{name}.bin", os.O_RDONLY) for name in columns}
         # a row's values stand between two of its column's bounds
         self._bounds = {name: os.open(folder / f"{name}.bounds", os.O_RDONLY) for name in columns}
@@ -64,7 +66,7 @@ def flat(files: list[Path], columns: list[str], folder: Path) -> Flat:
 
     Under a launcher the first rank writes them, and the others wait.
     """
-    made_of = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [columns])
+    made_of = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [columns, FORMAT])
     done = folder / "made_of.json"
     if machine.rank() == 0 and not (done.is_file() and done.read_text() == made_of):
         shutil.rmtree(folder, ignore_errors=True)

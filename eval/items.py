@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fewstep import checkers
 from fewstep.errors import UserError
+from fewstep.teachers.prompts import read_tools
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,11 @@ class Item:
     id: str
     messages: list[dict]  # [{"role": "user", "content": …}]: what the chat template is applied to
     reference: object
+    tools: list[dict] | None = None  # JSON schemas of functions, for the chat template
 
 
 def load(task: str, path: Path | str, field: str, limit: int | None, kind: type, meaning: str) -> list[Item]:
-    """Read a task's rows: {"id"?: str, <field>: str, "reference": …}, one JSON object a line.
+    """Read a task's rows: {"id"?: str, <field>: str, "reference": …, "tools"?: …}, one JSON object a line.
 
     Args:
         task: its name, for messages.
@@ -63,10 +65,13 @@ def _item(task: str, line: str, field: str, where: str, number: int, kind: type,
         raise UserError(
             f"task {task}: {where} has {row.get('reference')!r} as 'reference': it must be {meaning}; write it so"
         )
-    return Item(str(row.get("id", number)), [{"role": "user", "content": row[field]}], row["reference"])
+    messages = [{"role": "user", "content": row[field]}]
+    return Item(
+        str(row.get("id", number)), messages, row["reference"], read_tools(row.get("tools"), f"task {task}: {where}")
+    )
 
 
 def prompt_hash(items: list[Item]) -> str:
     """Return 16 hex of SHA-256 over ids, messages and references in order: results compare only when it is equal."""
-    content = [[item.id, item.messages, item.reference] for item in items]
+    content = [[item.id, item.messages, item.reference, *([item.tools] if item.tools else [])] for item in items]
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]

@@ -112,7 +112,7 @@ def run(
         "bootstrap": {"draws": stats.DRAWS, "level": stats.LEVEL},
     }
     results, levels = assemble(
-        measured, cells, facts, _shown(teacher.model), settings, config.baselines, EVAL_VERSION, no_teacher
+        measured, cells, facts, teacher.shown, settings, config.baselines, EVAL_VERSION, no_teacher
     )
     _write_samples(folder / "samples.parquet", measured, cells, models)
     runstore.write_atomic(folder / "effort.json", _json(levels))
@@ -270,11 +270,6 @@ def _kept(path: Path, measure: Any, read: Any) -> Any:
 
 def _student_facts(path: Path) -> dict:
     return json.loads((Path(path) / "config.json").read_text()).get("fewstep") or {}
-
-
-def _shown(model: str) -> str:
-    """Return a teacher's name without this machine's path: the last two parts of an absolute one."""
-    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
 def _digest(*parts: Any) -> str:

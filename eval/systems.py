@@ -47,9 +47,10 @@ class Models:
         """
         model, tokenizer = self.get(system)
         if system == "teacher":
-            prompts = teacher_prompts(tokenizer, [item.messages for item in items], self._targets)
+            tools = [item.tools for item in items]
+            prompts = teacher_prompts(tokenizer, [item.messages for item in items], self._targets, tools)
         else:
-            prompts = [chat.encode_prompt(tokenizer, item.messages) for item in items]
+            prompts = [chat.encode_prompt(tokenizer, item.messages, item.tools) for item in items]
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         for item, prompt in zip(items, prompts):
             if context is not None and len(prompt) >= context:

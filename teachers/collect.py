@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fewstep import checkers, machine, signals
-from fewstep.chat import encode_prompt, eos_ids
+from fewstep.chat import Untold, encode_prompt, eos_ids
 from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
 from fewstep.records import write_shard
@@ -35,7 +35,6 @@ from fewstep.teachers.prompts import (
     sample_id,
     split,
     teacher_messages,
-    teacher_prompts,
 )
 
 
@@ -80,6 +79,11 @@ def run(
     """
     folder = Path(folder)
     rank, world_size = machine.rank(), machine.world_size()
+    if teacher.device_map is not None and world_size > 1:
+        raise UserError(
+            f"teacher.device_map {teacher.device_map}: each of {world_size} processes would spread a teacher over all GPUs; run "
+            "`fewstep targets` in one process first, or remove it"
+        )
     if rank == 0:
         for stale in folder.glob(f"{TEMPORARY}*-{SAVED}"):
             shutil.rmtree(stale)
@@ -100,9 +104,9 @@ def run(
         converts = False
     missing = [i for i in missing if i % world_size == rank]
     if missing and teacher.is_endpoint:
-        asking = _of_endpoint(
-            Endpoint(teacher, tokenizer, _stops(load_stops(*reference), tokenizer, base or "")), work, targets, seed
-        )
+        server = Endpoint(teacher, tokenizer, _stops(load_stops(*reference), tokenizer, str(base)), info["vocab_size"])
+        _same_model(folder, server)
+        asking = _of_endpoint(server, work, targets, seed)
         _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
     elif missing or converts:
         model, tokenizer = load_for_stage(teacher, folder)
@@ -117,8 +121,10 @@ def run(
     _wait(lambda: all(_is_there(folder, i) for i in range(len(starts))))
     summary = _finish(folder, work, teacher.model, prompts, targets, len(starts))
     summary["licence"] = licence(teacher).facts()
+    if teacher.is_endpoint:
+        summary["served"] = json.loads((folder / "served.json").read_text())["model"]
     summary["prompts_from"] = Path(prompts.place).name if prompts.path else prompts.place
-    write_atomic(folder / "targets.html", audit.page_of(folder, teacher.model, summary))
+    write_atomic(folder / "targets.html", audit.page_of(folder, summary.get("served", teacher.shown), summary))
     return summary
 
 
@@ -145,16 +151,16 @@ def prepare(
             "with evaluation; give others, or raise words"
         )
     check_references(prompts.checker, rows, prompts.place)
-    tools = [row.tools for row in rows]
-    try:
-        student_ids = [encode_prompt(tokenizer, row.messages, row.tools) for row in rows]
-        teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets, tools)
-    except ValueError as error:
-        first = next((row.line for row in rows if row.tools), 0)
-        raise UserError(
-            f"{prompts.place}, line {first}: its prompt has tools, and the teacher cannot be shown them: {error}; give a "
-            "teacher whose template shows tools, or remove `tools`"
-        ) from None
+    student_ids, teacher_ids = [], []
+    for row, told in zip(rows, teacher_messages([row.messages for row in rows], targets)):
+        try:
+            student_ids.append(encode_prompt(tokenizer, row.messages, row.tools))
+            teacher_ids.append(encode_prompt(tokenizer, told, row.tools))
+        except Untold as error:
+            raise UserError(
+                f"{prompts.place}, line {row.line}: its prompt has tools, and the teacher cannot be shown them: {error}; give a "
+                "teacher whose template shows tools, or remove `tools`"
+            ) from None
     limit = info["context_length"]
     if limit is not None:
         long = [i for i, ids in enumerate(teacher_ids) if len(ids) + targets.max_new_tokens > limit]
@@ -194,11 +200,6 @@ def _of_weights(model: Any, stops: list[int], work: Work, targets: TargetsConfig
 
 
 def _of_endpoint(server: Endpoint, work: Work, targets: TargetsConfig, seed: int) -> Asking:
-    told = next((prompt for prompt in work.prompts if prompt.tools), None)
-    if told is not None and server.config.api == "chat":
-        raise UserError(
-            f"prompt {told.id} has tools, and a chat server takes calls of them out of its text; set teacher.endpoint.api to completions"
-        )
     messages = teacher_messages([prompt.messages for prompt in work.prompts], targets)
 
     def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
@@ -216,6 +217,19 @@ def _of_endpoint(server: Endpoint, work: Work, targets: TargetsConfig, seed: int
         return endpoint.generate(server, requests, on_answers)
 
     return ask
+
+
+def _same_model(folder: Path, server: Endpoint) -> None:
+    """Note the model that a server serves, and refuse to go on with another one's targets."""
+    noted = folder / "served.json"
+    before = json.loads(noted.read_text())["model"] if noted.is_file() else None
+    if before not in (None, server.served):
+        raise UserError(
+            f"teacher.model {server.url}: it serves {server.served}, and the targets in {folder} were begun with {before}; serve that "
+            "one again, or name the new one as teacher.endpoint.served to begin anew"
+        )
+    if machine.rank() == 0 and before is None:
+        write_atomic(noted, json.dumps({"model": server.served}))
 
 
 def _stops(model_or_config: Any, tokenizer: Any, name: str) -> list[int]:

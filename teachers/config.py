@@ -67,6 +67,13 @@ class TeacherConfig(Config):
         return self
 
     @property
+    def shown(self) -> str:
+        """The teacher's name for pages and cards: of a server its model's, never its address; of a local path its end."""
+        if self.is_endpoint:
+            return self.endpoint.served or "a served model"
+        return "/".join(Path(self.model).parts[-2:]) if Path(self.model).is_absolute() else self.model
+
+    @property
     def is_endpoint(self) -> bool:
         """Whether the model is a server's, so that its weights are not to be had."""
         return self.model.startswith(ENDPOINT)

@@ -48,13 +48,13 @@ def difference(one: Any, other: Any) -> str | None:
         for special in (True, False):
             ids = [tokenizer(text, add_special_tokens=special)["input_ids"] for tokenizer in (one, other)]
             if ids[0] != ids[1]:
-                return f"{text!r} is {_short(ids[0])} there and {_short(ids[1])} here"
+                return f"{text!r} is {_parting(*ids)}"
     if one.eos_token_id != other.eos_token_id:
         return f"its EOS is {other.eos_token_id} where the teacher's is {one.eos_token_id}"
     for messages in CONVERSATIONS:
         prompts = [_prompt(tokenizer, messages) for tokenizer in (one, other)]
         if prompts[0] != prompts[1]:
-            return f"their chat templates make {_short(prompts[0])} and {_short(prompts[1])} of {messages[-1]['content']!r}"
+            return f"{messages[-1]['content']!r} under the chat template is {_parting(*prompts)}"
     return None
 
 
@@ -65,5 +65,9 @@ def _prompt(tokenizer: Any, messages: list[dict]) -> list[int] | str:
         return type(error).__name__
 
 
-def _short(ids: list[int] | str) -> str:
-    return str(ids if isinstance(ids, str) else ids[:8])
+def _parting(teacher: list[int] | str, base: list[int] | str) -> str:
+    """Return where two encodings part, in words."""
+    if isinstance(teacher, str) or isinstance(base, str):
+        return f"{teacher if isinstance(teacher, str) else 'encoded'} of the teacher, {base if isinstance(base, str) else 'encoded'} of the base"
+    at = next((i for i, (a, b) in enumerate(zip(teacher, base)) if a != b), min(len(teacher), len(base)))
+    return f"{teacher[at : at + 6]} of the teacher and {base[at : at + 6]} of the base from token {at} on"

@@ -40,10 +40,7 @@ def load(
     Raises:
         UserError: it cannot be loaded, its weights are not all there, or it is no decoder-only LM.
     """
-    if quantize is not None and find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"teacher.quantize {quantize}: bitsandbytes is not installed; pip install bitsandbytes, or remove it"
-        )
+    require_quantizer(quantize)
     describe(model, revision)
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -133,6 +130,25 @@ def fingerprint(model: str, revision: str | None = None) -> str:
         return f"{model}@{commit}"
     files = sorted(
         f for f in Path(path).iterdir() if f.is_file() and f.suffix in _CONTENT and f.name != "trainer_state.json"
+    )
+    return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
+
+
+def tokenizer_fingerprint(model: str, revision: str | None = None) -> str:
+    """Return the hash of what turns text into ids and ends an answer: all files but the weights; of a Hub checkpoint its commit.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    path, commit = _locate(model, revision)
+    if commit is not None:
+        return f"{model}@{commit}"
+    kinds = (".json", ".model", ".txt", ".jinja")
+    other = ("config.json", "trainer_state.json")  # config.json says the size of the weights
+    files = sorted(
+        f
+        for f in Path(path).iterdir()
+        if f.suffix in kinds and f.name not in other and not f.name.endswith(".index.json")
     )
     return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
 
@@ -254,7 +270,9 @@ def device() -> str:
     """Return where models are put: a GPU where there is one (under a launcher each rank's own), else "cpu"."""
     import torch
 
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
 def torch_dtype(dtype: str) -> Any:

@@ -1,12 +1,11 @@
 """Find a teacher's kind by its name, and load, describe or fingerprint it."""
 
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fewstep.errors import UserError
-from fewstep.teachers import endpoint
+from fewstep.teachers import endpoint, gguf, hf
 from fewstep.teachers.config import ENDPOINT, TeacherConfig
 from fewstep.teachers.licences import Licence, read_licence
 
@@ -30,10 +29,16 @@ def _module(model: str) -> ModuleType:
     kind = kind_of(model)
     if kind == "endpoint":
         raise UserError(f"{model}: an endpoint gives no weights; give a folder, a .gguf file or a Hub id")
-    return import_module(f"fewstep.teachers.{kind}")
+    return gguf if kind == "gguf" else hf
 
 
-def load_teacher(model: str, revision: str | None = None, dtype: str = "auto", **placing: Any) -> tuple[Any, Any]:
+def load_teacher(
+    model: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    device_map: str | None = None,
+) -> tuple[Any, Any]:
     """Return (model, tokenizer), the model in eval mode and on the GPU where there is one.
 
     Args:
@@ -41,12 +46,14 @@ def load_teacher(model: str, revision: str | None = None, dtype: str = "auto", *
         revision: a Hub commit, branch or tag; ignored for local files.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, bfloat16 on a GPU.
 
-        placing: `quantize` and `device_map`, of a checkpoint that is no GGUF file; see `hf.load`.
+        quantize, device_map: of a checkpoint that is no GGUF file; see `hf.load`.
 
     Raises:
         UserError: it cannot be loaded or is no decoder-only LM.
     """
-    return _module(model).load(model, revision, dtype, **placing)
+    if kind_of(model) == "gguf":
+        return gguf.load(model, revision, dtype)
+    return hf.load(model, revision, dtype, quantize, device_map)
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
@@ -121,5 +128,4 @@ def load_for_stage(teacher: TeacherConfig, targets_folder: Path | str) -> tuple[
     saved = Path(targets_folder) / SAVED
     if saved.is_dir():
         return load_teacher(str(saved), None, teacher.dtype)
-    placing = {k: v for k, v in (("quantize", teacher.quantize), ("device_map", teacher.device_map)) if v is not None}
-    return load_teacher(teacher.model, teacher.revision, teacher.dtype, **placing)
+    return load_teacher(teacher.model, teacher.revision, teacher.dtype, teacher.quantize, teacher.device_map)

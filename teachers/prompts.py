@@ -47,7 +47,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             raise UserError(
                 f"{where}: no field `{config.field}` (its fields: {names}); prompts.field names the one with the message"
             )
-        messages, tools = _messages(row[config.field], where, config.field), _tools(row.get("tools"), where)
+        messages, tools = _messages(row[config.field], where, config.field), read_tools(row.get("tools"), where)
         if config.dedupe:
             told = [[m["role"], " ".join(m["content"].lower().split())] for m in messages]
             alike = _sha256([told, tools] if tools else told)
@@ -149,7 +149,7 @@ def teacher_prompts(
     """Return the ids that the teacher sees: those of `teacher_messages`, with the tools of each conversation.
 
     Raises:
-        ValueError: as `chat.encode_prompt`.
+        Untold: as `chat.encode_prompt`.
     """
     told = teacher_messages(messages_list, targets)
     return [encode_prompt(tokenizer, messages, own) for messages, own in zip(told, tools or [None] * len(told))]
@@ -234,7 +234,7 @@ def _messages(value: Any, where: str, name: str) -> list[dict]:
     return messages
 
 
-def _tools(value: Any, where: str) -> list[dict] | None:
+def read_tools(value: Any, where: str) -> list[dict] | None:
     """Return a row's tools; some data sets keep them as text."""
     if isinstance(value, str) and value.strip():
         try:

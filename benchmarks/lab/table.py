@@ -86,8 +86,8 @@ def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]],
     missing, facts = [], []
     for job in (job for group in jobs([task], list(SYSTEMS), quick) for job in group):
         record = kept.read(job.recipe(quick), job.record(quick, runs))
-        # what was measured of another recipe, or against another teacher or on other prompts, does not count
-        if record is None or (facts and record[0]["inputs"] != facts[0]["inputs"]):
+        # what was measured of another recipe, or against another teacher or its answers, does not count
+        if record is None or (facts and kept.teacher(record[0]) != kept.teacher(facts[0])):
             missing.append(job.name(quick))
             continue
         facts.append(record[0])
@@ -208,6 +208,10 @@ def markdown(summary: list[dict], rows: list[dict], missing: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _distinct(values: Iterable[dict]) -> list[dict]:
+    return [json.loads(text) for text in sorted({json.dumps(value, sort_keys=True) for value in values})]
+
+
 def _bracket(interval: list[float] | None, scale: float, form: str) -> str:
     return "" if interval is None else f"[{scale * interval[0]:{form}}, {scale * interval[1]:{form}}]"
 
@@ -261,7 +265,7 @@ def main() -> None:
     if args.quick:
         return
     kept = {"command": "python benchmarks/lab/run.py", "commit": sorted({f["commit"] for f in facts}),
-            "date": str(date.today()), "hardware": facts[-1]["hardware"], "versions": machine.versions(), "rows": rows,
+            "date": str(date.today()), "hardware": _distinct(f["hardware"] for f in facts), "versions": machine.versions(), "rows": rows,
             "summary": summary, "missing": missing}  # fmt: skip
     write_atomic(RESULTS / "lab.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     write_atomic(RESULTS / "lab.md", markdown(summary, rows, missing))

@@ -3,6 +3,10 @@
 from typing import Any
 
 
+class Untold(ValueError):
+    """Tools that a prompt has and its text would not show."""
+
+
 def encode_prompt(tokenizer: Any, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Return the ids of `messages` followed by the header of the assistant's turn.
 
@@ -15,7 +19,7 @@ def encode_prompt(tokenizer: Any, messages: list[dict], tools: list[dict] | None
         tools: JSON schemas of functions that the chat template shows; None: none.
 
     Raises:
-        ValueError: there are tools, and the template (or its absence) would not show them.
+        Untold: there are tools, and the template (or its absence) would not show them.
     """
     if getattr(tokenizer, "chat_template", None):
         told = {"add_generation_prompt": True, "return_dict": False}
@@ -23,10 +27,10 @@ def encode_prompt(tokenizer: Any, messages: list[dict], tools: list[dict] | None
             return list(tokenizer.apply_chat_template(messages, **told))
         ids = list(tokenizer.apply_chat_template(messages, tools=tools, **told))
         if ids == list(tokenizer.apply_chat_template(messages, **told)):
-            raise ValueError("its chat template shows no tools")
+            raise Untold("its chat template shows no tools")
         return ids
     if tools:
-        raise ValueError("it has no chat template, which would show the tools")
+        raise Untold("it has no chat template, which would show the tools")
     text = next(m["content"] for m in reversed(messages) if m["role"] == "user")
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if getattr(tokenizer, "add_bos_token", False) and tokenizer.bos_token_id is not None:

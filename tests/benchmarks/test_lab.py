@@ -1,10 +1,13 @@
 """The lab: its tasks' answers, its splits, what its jobs share, and how its table reads a curve."""
 
+import json
 import random
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fewstep import checkers
@@ -21,11 +24,12 @@ def lab():
     pytest.importorskip("reasoning_gym", reason="the extra `lab` is not installed (one of its packages is compiled)")
     sys.path.insert(0, LAB)
     try:
+        import kept
         import run
         import table
         import tasks
 
-        yield {"run": run, "table": table, "tasks": tasks}
+        yield {"run": run, "table": table, "tasks": tasks, "kept": kept}
     finally:
         sys.path.remove(LAB)
         for name in ("run", "table", "tasks", "booking", "stories", "kept"):
@@ -77,7 +81,7 @@ def test_both_modes_are_equally_likely_and_nothing_else_is(lab):
 def test_every_system_is_a_recipe_and_a_groups_jobs_share_their_targets(lab, monkeypatch, quick):
     """Every override is a key that exists; jobs that differ in distillation alone share the adapted student too."""
     run = lab["run"]
-    monkeypatch.setattr("fewstep.distill.chain.teacher_fingerprint", lambda *_: "t")
+    monkeypatch.setattr("fewstep.distill.chain.fingerprint_of", lambda *_: "t")
     monkeypatch.setattr("fewstep.distill.chain.prompts_fingerprint", lambda *_: "p")
     monkeypatch.setattr("fewstep.distill.chain._task_fingerprint", lambda *_: "e")
     first, *others = run.jobs(["bits"], list(run.SYSTEMS), quick)
@@ -166,3 +170,63 @@ def test_the_bootstrap_draws_seeds_and_prompts(lab):
     assert spread.mean() == pytest.approx(0.5, abs=0.03) and spread.std() == pytest.approx(0.408 / 3**0.5, rel=0.1)
     by_prompt = np.repeat(np.random.default_rng(1).integers(0, 2, (1, 500)).astype(float), 3, 0)
     assert boot.means(by_prompt).std() == pytest.approx(0.5 / 500**0.5, rel=0.1)
+
+
+def record(lab, job, score, tokens, task_mark, teacher="t"):
+    """Write what a job measured: the student's verify and AR streams, and of the recommended recipe the baselines too."""
+    kept, count = lab["kept"], 40
+    systems = [("student", "verify", tokens), ("student", "ar", 1)]
+    if job.system == "recommended":
+        systems += [("teacher", "ar", 1), ("undistilled", "verify", 2)]
+    rows = [
+        {"system": system, "sampler": sampler, "settings": "{}", "score": score, "tokens": 12, "nfe": 12 // each}
+        for system, sampler, each in systems
+        for _ in range(count)
+    ]
+    facts = {
+        "key": kept.key(job.recipe(False)), "inputs": {"targets.teacher": teacher, "targets.prompts": "p", "eval.tasks.0": task_mark},
+        "date": "2026-12-01", "commit": "c", "hardware": {"cpu": "x"},
+    }  # fmt: skip
+    path = job.record(False, None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows, schema=kept.SCHEMA).replace_schema_metadata({kept.FACTS: json.dumps(facts)})
+    pq.write_table(table, path)
+
+
+def test_the_table_is_made_of_records_of_the_same_teacher_whatever_part_of_the_task_they_used(
+    lab, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lab["run"], "RESULTS", tmp_path)
+    whole, part, other, stale = (
+        next(job for group in lab["run"].jobs(["bits"], [system], False) for job in group)
+        for system in ("recommended", "ce alone", "ce + kd", "block 4")
+    )
+    record(lab, whole, 1.0, 6, "all 2000")
+    record(lab, part, 1.0, 4, "the first 1000")
+    record(lab, other, 1.0, 4, "the first 1000", teacher="another")
+    record(lab, stale, 1.0, 4, "the first 1000")
+    monkeypatch.setitem(lab["run"].SYSTEMS, "block 4", (["student.block_size=5"], lab["run"].SOME))
+    systems, missing, facts = lab["table"].read("bits", tmp_path, False)
+    assert set(systems) == {"AR teacher", "undistilled", "recommended", "ce alone"} and len(facts) == 2
+    assert whole.name(False) not in missing and {other.name(False), stale.name(False)} <= set(missing)
+    summary = {row["system"]: row for row in lab["table"].of_task("bits", tmp_path, False)[1]}
+    assert summary["recommended"]["tpf"] == 6.0 and summary["recommended"]["to_undistilled"] == 3.0
+    assert summary["ce alone"]["tpf"] == 4.0 and summary["ce alone"]["to_recommended"] == pytest.approx(4 / 6)
+
+
+def test_a_job_leaves_a_record_and_is_not_run_again_for_the_same_teacher(lab, tmp_path, monkeypatch):
+    kept, job = lab["kept"], lab["run"].Job("bits", "recommended", 0)
+    for name in ("fingerprint_of", "prompts_fingerprint", "_task_fingerprint"):
+        monkeypatch.setattr(f"fewstep.distill.chain.{name}", lambda *_, name=name: name)
+    recipe = job.recipe(False)
+    folder = tmp_path / chain(recipe)["eval"].folder
+    folder.mkdir()
+    row = {"system": "student", "sampler": "ar", "settings": "{}", "ids": [5, 6], "score": 1.0, "nfe": 2}
+    pq.write_table(pa.Table.from_pylist([row]), folder / "samples.parquet")
+    monkeypatch.setattr(kept.StageFolder, "manifest", lambda self: {"commit": "c", "hardware": {"cpu": "x"}})
+    kept.keep(recipe, tmp_path, tmp_path / "r.parquet")
+    facts, rows = kept.read(recipe, tmp_path / "r.parquet")
+    assert rows == [{"system": "student", "sampler": "ar", "settings": "{}", "score": 1.0, "tokens": 2, "nfe": 2}]
+    assert facts["inputs"] == kept.inputs(recipe) and facts["commit"] == "c"
+    assert kept.read(lab["run"].Job("bits", "recommended", 1).recipe(False), tmp_path / "r.parquet") is None
+    assert kept.read(recipe, tmp_path / "none.parquet") is None

@@ -27,6 +27,7 @@ class Served:
         self.requests: list[dict] = []
         self.headers: list[dict] = []
         self.models, self.extra_prompt_tokens = ["tiny"], 0
+        self.edit = lambda answer: answer  # what else is wrong with an answer
         self._data, self._lock = token_bytes(tokenizer), threading.Lock()
         self.url = ""
 
@@ -107,11 +108,12 @@ def serving(served: Served):
             served.headers.append(dict(self.headers))
             fault = served.fault()
             if fault is None:
-                return self._reply(200, served.answer(body))
+                return self._reply(200, served.edit(served.answer(body)))
             if fault.isdigit():
-                return self._reply(int(fault), {"error": {"message": f"fault {fault}"}})
-            if fault == "hang":
-                time.sleep(HANG)
+                said = f"fault {fault} of {self.headers.get('Authorization')}"
+                return self._reply(int(fault), {"error": {"message": said}})
+            if fault in ("hang", "long"):
+                time.sleep(HANG if fault == "hang" else 60 * HANG)
                 self.close_connection = True
             elif fault == "drop":
                 content = json.dumps(served.answer(body)).encode()

@@ -1,12 +1,9 @@
 """The stage `targets` on tiny teachers: shards, resuming, filters, what teacher and student see."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from tiny import TEMPLATE, VOCAB, save_tiny, tiny_tokenizer
+from tiny import VOCAB, save_tiny, tiny_tokenizer
 
 from fewstep.chat import encode_prompt
 from fewstep.errors import RunFailed, Stopped, UserError
@@ -15,7 +12,7 @@ from fewstep.teachers import collect
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.filters import drop_reason, make_filter
 from fewstep.teachers.generation import Generation
-from fewstep.teachers.prompts import Prompt, prompt_id, read_prompts, teacher_prompts
+from fewstep.teachers.prompts import Prompt, prompt_id, teacher_prompts
 
 EOS = list(range(0, VOCAB, 11))
 EVERYTHING = KeepConfig(finished=False)
@@ -426,69 +423,3 @@ def test_the_audit_page_shows_counts_and_escapes_what_was_said(teacher, tmp_path
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page and "⟨U+202E⟩" in page
     assert summary["dropped"] == {"empty": 1} and "<td>empty</td><td>1</td>" in page and "<svg" in page
     assert "Its licence</dt><dd>not stated" in page and summary["prompts_from"] == "prompts.jsonl"
-
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
-SHOWS_TOOLS = "{% if tools %}{{ '<|im_start|>tools ' + tools[0].function.name + '<|im_end|>' }}{% endif %}" + TEMPLATE
-
-
-def test_tools_of_a_prompt_are_shown_to_teacher_and_student_alike(tmp_path):
-    model = str(save_tiny(tmp_path / "teacher", eos_ids=EOS))
-    tiny_tokenizer(template=SHOWS_TOOLS).save_pretrained(model)
-    rows = [
-        {"instruction": "x", "tools": TOOLS},
-        {"instruction": "x", "tools": json.dumps(TOOLS)},
-        {"instruction": "x", "tools": []},
-    ]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = PromptsConfig(path=tmp_path / "p.jsonl", held_out=0.0)
-    collect.run(folder(tmp_path, "t"), TeacherConfig(model=model, dtype="float32"), asked, settings(), 0)
-    one, two, three = read_rows(tmp_path / "t")
-    tokenizer = tiny_tokenizer(template=SHOWS_TOOLS)
-    assert "<|im_start|>tools weather<|im_end|>" in tokenizer.decode(one["prompt_ids"])
-    assert one["prompt_ids"] == two["prompt_ids"] != three["prompt_ids"]
-    assert two["sample_id"] == f"{one['sample_id']}-2" and three["sample_id"] != one["sample_id"]
-    alike = PromptsConfig(path=tmp_path / "p.jsonl", dedupe=True)
-    assert [bool(p.tools) for p in read_prompts(alike)] == [True, False]
-
-
-def test_tools_that_no_one_would_see_are_refused(tmp_path, teacher):
-    (tmp_path / "p.jsonl").write_text(
-        json.dumps({"instruction": "a"}) + "\n" + json.dumps({"instruction": "x", "tools": TOOLS})
-    )
-    asked = PromptsConfig(path=tmp_path / "p.jsonl", held_out=0.0)
-    with pytest.raises(
-        UserError,
-        match="line 2: its prompt has tools, and the teacher cannot be shown them: its chat template shows no tools",
-    ):
-        collect.run(folder(tmp_path, "t"), teacher, asked, settings(), 0)
-    for tools, words in (("{", "which is no JSON"), ({"a": 1}, "a list of JSON schemas"), (["x"], "an object each")):
-        (tmp_path / "p.jsonl").write_text(json.dumps({"instruction": "x", "tools": tools}))
-        with pytest.raises(UserError, match=words):
-            read_prompts(asked)
-
-
-def test_two_processes_share_the_work_and_leave_what_one_does(tmp_path, teacher):
-    prompts(tmp_path, texts())
-    (tmp_path / "r.yaml").write_text(
-        f"name: shared\nteacher: {{model: '{teacher.model}', dtype: float32}}\nprompts: {{path: prompts.jsonl, held_out: 0}}\n"
-        "targets: {max_new_tokens: 10, top_logprobs: 4, batch_size: 3, shard_size: 2, temperature: 1.0, keep: {finished: false}}\nengine: {threads: 1}\n"
-    )
-
-    def start(runs, rank, world_size):
-        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        return subprocess.Popen(
-            [sys.executable, "-m", "fewstep", "targets", str(tmp_path / "r.yaml"), "--runs", str(tmp_path / runs)],
-            env=own | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    for runs, world_size in (("one", 1), ("two", 2)):
-        for process in [start(runs, rank, world_size) for rank in reversed(range(world_size))]:
-            _, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err
-    one, two = (next((tmp_path / runs).glob("targets-*")) for runs in ("one", "two"))
-    assert read_rows(one) == read_rows(two) and len(list((two / "shards").glob("*.parquet"))) == 6
-    first, second = (json.loads((place / "manifest.json").read_text()) for place in (one, two))
-    for manifest in (first, second):
-        manifest["outputs"].pop("sessions.jsonl")  # when it ran
-    assert first["summary"] == second["summary"] and first["outputs"] == second["outputs"]

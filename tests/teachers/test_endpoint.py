@@ -2,23 +2,30 @@
 
 import copy
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from served import Served, serving
 from tiny import VOCAB, save_tiny, tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from fewstep.distill.plan import plan
+from fewstep.distill.chain import chain
+from fewstep.distill.plan import as_text, plan
 from fewstep.distill.recipe import load_recipe
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.records import read_rows
 from fewstep.teachers import collect, endpoint
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
+from fewstep.teachers.endpoint import Endpoint
 from fewstep.teachers.equivalence import difference, same_tokenizer, strings
 
 EOS = [2, *range(7, VOCAB, 11)]
 TEXTS = ["the quick brown fox"[: 3 + i] + str(i) for i in range(9)]
+TIMEOUT = 5.0  # no answer takes so long, whatever else runs
 SETTINGS = {"max_new_tokens": 10, "top_logprobs": 4, "shard_size": 4, "keep": KeepConfig(finished=False)}
 
 
@@ -42,7 +49,7 @@ def server():
 
 def teacher(server, **keys):
     return TeacherConfig(
-        model=server.url, acknowledge="mit", endpoint={"timeout": 0.3, "concurrency": 3, "retries": 6, **keys}
+        model=server.url, acknowledge="mit", endpoint={"timeout": TIMEOUT, "concurrency": 3, "retries": 6, **keys}
     )
 
 
@@ -92,13 +99,117 @@ def test_an_eos_that_the_server_keeps_to_itself_is_appended_without_a_distributi
 
 
 def test_without_log_probabilities_the_text_is_encoded(server, base, tmp_path):
-    server.model = tiny_model(seed=3)
+    def say(answer):
+        answer["choices"][0] |= {"text": "a b", "finish_reason": "stop"}
+        return answer
+
+    server.edit = say
     rows = collected(tmp_path, teacher(server), base, top_logprobs=0)
-    tokenizer = tiny_tokenizer()
-    for row in rows:
-        own = row["response_ids"][:-1] if row["finish_reason"] == "stop" else row["response_ids"]
-        assert own == tokenizer(tokenizer.decode(own), add_special_tokens=False)["input_ids"] and not row["topk_ids"]
+    said = tiny_tokenizer()("a b", add_special_tokens=False)["input_ids"]
+    assert {tuple(row["response_ids"]) for row in rows} == {(*said, 2)} and not any(row["topk_ids"] for row in rows)
     assert all("logprobs" not in r for r in server.requests)
+
+
+def test_nothing_but_the_temperature_shapes_what_is_drawn(server, base, tmp_path):
+    collected(tmp_path, teacher(server), base, temperature=0.7)
+    for body in server.requests:
+        assert body["temperature"] == 0.7 and body["top_p"] == 1.0 and body["top_k"] == -1 and body["min_p"] == 0.0
+        assert body["repetition_penalty"] == body["repeat_penalty"] == 1.0
+        assert body["presence_penalty"] == body["frequency_penalty"] == 0.0
+    assert len({body["seed"] for body in server.requests}) == len(TEXTS)
+
+
+def test_an_answer_that_is_cut_inside_a_character_is_kept(server, base, tmp_path):
+    """A server shows nothing of a character until it is whole."""
+    whole = server.answer
+
+    def cut(body):
+        answer = whole(body)
+        choice = answer["choices"][0]
+        ids = tiny_tokenizer()("ca\u00e9", add_special_tokens=False)["input_ids"][:3]  # half of the last
+        top = [{"id": j, "logprob": -2.0} for j in range(4)]
+        entries = [{"id": i, "token": "", "logprob": -0.1, "top_logprobs": top} for i in ids]
+        choice |= {"text": "ca", "finish_reason": "length", "logprobs": {"content": entries}}
+        return answer
+
+    server.answer = cut
+    assert all(len(row["response_ids"]) == 3 for row in collected(tmp_path, teacher(server), base))
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda a: a.update(choices={}), lambda a: a.update(choices=[]), lambda a: a.update(usage=[1]), lambda a: a["choices"][0].update(logprobs={"content": [None]}),
+    lambda a: a["choices"][0].update(logprobs={"content": [{"bytes": [300]}]}), lambda a: a["choices"][0].update(logprobs={"tokens": ["a"], "top_logprobs": [{}, {}]}),
+])  # fmt: skip
+def test_an_answer_of_another_form_is_a_line(server, base, tmp_path, spoil):
+    server.edit = lambda answer: spoil(answer) or answer
+    with pytest.raises(
+        (RunFailed, UserError), match="not of the form that OpenAI's API describes|returns 0 log-prob"
+    ) as caught:
+        collected(tmp_path, teacher(server), base)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_beyond_the_bases_vocabulary_is_named_with_its_size(server, base, tmp_path):
+    def widen(answer):
+        answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["id"] = 999_999
+        return answer
+
+    server.edit = widen
+    with pytest.raises(RunFailed, match=f"its token 999999 is none of the {VOCAB} of student.base"):
+        collected(tmp_path, teacher(server), base)
+
+
+def test_reasoning_that_a_server_takes_out_is_named(server, base, tmp_path):
+    def hide(answer):
+        answer["choices"][0]["message"] |= {"reasoning_content": "hm"}
+        return answer
+
+    server.edit = hide
+    with pytest.raises(UserError, match="takes the reasoning out"):
+        collected(tmp_path, teacher(server, api="chat"), base)
+
+
+def test_another_model_behind_the_same_address_is_refused_on_resuming(server, base, alone, tmp_path):
+    server.faults, server.always = [None] * 5, "500"  # type: ignore[list-item]
+    with pytest.raises(RunFailed):
+        collected(tmp_path, teacher(server, retries=0, concurrency=1), base)
+    server.always, server.models = None, ["other"]
+    with pytest.raises(UserError, match="it serves other, and the targets in .* were begun with tiny"):
+        collected(tmp_path, teacher(server), base)
+    server.models = ["tiny"]
+    same(collected(tmp_path, teacher(server), base), alone)
+
+
+def test_the_stop_that_ends_a_turn_is_the_one_that_is_appended():
+    tokenizer = tiny_tokenizer()
+    of = lambda stops: Endpoint(TeacherConfig(model="http://h/v1"), tokenizer, stops, VOCAB)._end_of_turn  # noqa: E731
+    assert of([0, 2]) == 2 and of([0]) == 0
+    tokenizer.chat_template = None
+    assert of([0, 2]) == 2  # the tokenizer's own
+
+
+def test_a_piece_of_the_vocabulary_comes_before_a_lone_byte():
+    vocab = {"<unk>": 0, "<0x41>": 1, "A": 2, "\u2581A": 3, "<0xC3>": 4}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    )
+    server = Endpoint(TeacherConfig(model="http://h/v1"), tokenizer, [0], None)
+    assert endpoint.token_bytes(tokenizer)[1:] == [b"A", b"A", b" A", b"\xc3"]
+    assert [server._by_bytes[data] for data in (b"A", b" A", b"\xc3")] == [2, 3, 4]
+
+
+def test_a_process_that_is_to_end_does_not_wait_for_a_server_that_hangs(server, recipe, tmp_path):
+    server.always = "long"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fewstep", "targets", str(recipe(server.url, ", acknowledge: mit")), "--runs", str(tmp_path / "runs")],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not server.requests and process.poll() is None:
+        time.sleep(0.05)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143 and time.monotonic() - begin < 5, err
 
 
 @pytest.mark.parametrize(
@@ -106,8 +217,10 @@ def test_without_log_probabilities_the_text_is_encoded(server, base, tmp_path):
 )
 def test_what_passes_is_asked_again_and_nothing_is_lost_or_doubled(server, base, alone, tmp_path, faults):
     server.faults = list(faults)
-    same(collected(tmp_path, teacher(server), base), alone)
-    assert len(server.requests) == len(TEXTS) + len(faults)
+    keys = {"timeout": 0.5} if "hang" in faults else {}
+    same(collected(tmp_path, teacher(server, **keys), base), alone)
+    if not keys:  # with so short a timeout a busy machine asks again what is under way
+        assert len(server.requests) == len(TEXTS) + len(faults)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +241,7 @@ def test_what_does_not_pass_is_one_line_and_finished_shards_stay(server, base, a
     keys = {"keep": KeepConfig()} if fault == "filtered" else {}
     server.always = fault
     with pytest.raises(error, match=words) as caught:
-        collected(tmp_path, teacher(server, retries=2), base, **keys)
+        collected(tmp_path, teacher(server, retries=2, timeout=0.5 if fault == "hang" else TIMEOUT), base, **keys)
     assert "\n" not in str(caught.value)
     if fault != "filtered":
         server.always = None
@@ -194,11 +307,12 @@ def test_the_key_is_sent_and_written_nowhere(server, base, tmp_path, monkeypatch
     monkeypatch.setenv("TEACHER_KEY", canary)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other-771")
     monkeypatch.setenv("OPENAI_ORG_ID", "org-other-771")
+    monkeypatch.setenv("TEACHER_KEY", canary + "\n")  # as a mounted secret ends
     collected(tmp_path, teacher(server, key="TEACHER_KEY"), base)
     sent = json.dumps(server.headers)
     assert canary in sent and "other-771" not in sent
-    server.always = "401"
-    with pytest.raises(UserError) as caught:
+    server.always = "401"  # the server says the key that it got
+    with pytest.raises(UserError, match=r"401: .*Bearer \*\*\*") as caught:
         collected(tmp_path, teacher(server, key="TEACHER_KEY"), base, name="again")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     shown = capsys.readouterr()
@@ -208,7 +322,7 @@ def test_the_key_is_sent_and_written_nowhere(server, base, tmp_path, monkeypatch
 def test_no_key_is_sent_unless_the_recipe_names_one(server, base, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other-771")
     collected(tmp_path, teacher(server), base)
-    assert "other-771" not in json.dumps(server.headers)
+    assert all("Authorization" not in headers for headers in server.headers)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +331,8 @@ def test_no_key_is_sent_unless_the_recipe_names_one(server, base, tmp_path, monk
         ("http://me:secret@host/v1", {}, "holds a user or a query; set teacher.endpoint.key"),
         ("http://host/v1?api_key=secret", {}, "holds a user or a query"),
         ("http:///v1", {}, "names no host"),
+        ("http://host:abc/v1", {}, "a port that is none"),
+        ("http://[::1/v1", {}, "names no host"),
         ("http://host/v1", {"key": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
     ],
 )
@@ -258,6 +374,7 @@ def recipe(tmp_path, base):
 
 
 def test_a_recipe_runs_with_a_teacher_behind_a_server(server, recipe, tmp_path):
+    server.tells_eos = False  # so that kd and nll meet a token of which nothing is known
     done = run(recipe(server.url, ", acknowledge: mit"), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     runs = tmp_path / "runs"
@@ -269,6 +386,10 @@ def test_a_recipe_runs_with_a_teacher_behind_a_server(server, recipe, tmp_path):
     assert all("behind a server" in row["not_measured"]["delta"] for row in results["rows"])
     assert "behind a server" in (runs / stages["report"] / "report.html").read_text()
     assert json.loads((runs / stages["targets"] / "manifest.json").read_text())["summary"]["licence"]["name"] == "mit"
+    kept = b"".join(
+        p.read_bytes() for pattern in ("*.html", "*.md", "report.json", "manifest.json") for p in runs.rglob(pattern)
+    )
+    assert server.url.encode() not in kept and b"tiny" in (runs / stages["targets"] / "targets.html").read_bytes()
     asked = len(server.requests)
     assert run(recipe(server.url, ", acknowledge: mit"), tmp_path).returncode == 0 and len(server.requests) == asked
 
@@ -281,13 +402,21 @@ def test_a_recipe_runs_with_a_teacher_behind_a_server(server, recipe, tmp_path):
         (", acknowledge: gpl", ("student.base=http://h/v1",), "a server has no weights to start from"),
         (", acknowledge: gpl", ("distill.on_policy={rounds: 2, prompts: 4}",), "distill.on_policy"),
         (", acknowledge: gpl, endpoint: {key: NO_SUCH_KEY}", (), "NO_SUCH_KEY is not set"),
+        (", acknowledge: gpl, endpoint: {api: chat}", ("prompts.path=tools.jsonl",), "a chat server takes their calls"),
         (", acknowledge: gemma-x", (), None),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_before_the_server_is_asked(recipe, tmp_path, more, words, said):
     file, runs = recipe("http://127.0.0.1:9/v1", more), tmp_path / "runs"
+    (tmp_path / "tools.jsonl").write_text(json.dumps({"instruction": "x", "tools": [{"name": "f"}]}))
+    words = [word.replace("tools.jsonl", str(tmp_path / "tools.jsonl")) for word in words]
     if said is None:
-        assert plan(load_recipe(file, words), runs)["teacher"]["model"] == "http://127.0.0.1:9/v1"
+        found = plan(load_recipe(file, words), runs)
+        assert (
+            found["teacher"] | {"model": "http://127.0.0.1:9/v1", "kind": "endpoint", "num_parameters": None}
+            == found["teacher"]
+        )
+        assert found["stages"][0]["flops"] == 0 and "a server" in as_text(found)
         return
     with pytest.raises(UserError, match=said) as caught:
         plan(load_recipe(file, words), runs)
@@ -308,8 +437,12 @@ def test_a_base_with_another_tokenizer_is_refused_before_any_work(base, recipe, 
     other.eos_token = "<|pad|>"
     assert "its EOS is 0 where the teacher's is 2" in str(difference(tiny_tokenizer(), other))
     other = tiny_tokenizer(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert "chat templates" in str(difference(tiny_tokenizer(), other))
+    assert "under the chat template" in str(difference(tiny_tokenizer(), other))
     folder = save_tiny(tmp_path / "base", eos_ids=EOS)
+    served = {
+        b: chain(load_recipe(recipe("http://h/v1"), [f"student.base={b}"]))["targets"].hash for b in (base, folder)
+    }
+    assert len(set(served.values())) == 1
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["fox"])
     tokenizer.save_pretrained(folder)

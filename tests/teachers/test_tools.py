@@ -1,0 +1,65 @@
+"""Tools that a prompt has: shown to teacher and student alike, or refused."""
+
+import json
+
+import pytest
+from tiny import TEMPLATE, save_tiny, tiny_tokenizer
+
+from fewstep.errors import UserError
+from fewstep.eval.tasks import answer
+from fewstep.records import read_rows
+from fewstep.teachers import collect
+from fewstep.teachers.config import PromptsConfig, TeacherConfig
+from fewstep.teachers.preview import prompt_text
+from fewstep.teachers.prompts import read_prompts
+from tests.teachers.test_collect import EOS, folder, settings, teacher  # noqa: F401  (a fixture)
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+SHOWS_TOOLS = "{% if tools %}{{ '<|im_start|>tools ' + tools[0].function.name + '<|im_end|>' }}{% endif %}" + TEMPLATE
+
+
+def test_tools_of_a_prompt_are_shown_to_teacher_and_student_alike(tmp_path):
+    model = str(save_tiny(tmp_path / "teacher", eos_ids=EOS))
+    tiny_tokenizer(template=SHOWS_TOOLS).save_pretrained(model)
+    rows = [
+        {"instruction": "x", "tools": TOOLS},
+        {"instruction": "x", "tools": json.dumps(TOOLS)},
+        {"instruction": "x", "tools": []},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = PromptsConfig(path=tmp_path / "p.jsonl", held_out=0.0)
+    collect.run(folder(tmp_path, "t"), TeacherConfig(model=model, dtype="float32"), asked, settings(), 0)
+    one, two, three = read_rows(tmp_path / "t")
+    tokenizer = tiny_tokenizer(template=SHOWS_TOOLS)
+    assert "<|im_start|>tools weather<|im_end|>" in tokenizer.decode(one["prompt_ids"])
+    assert one["prompt_ids"] == two["prompt_ids"] != three["prompt_ids"]
+    assert two["sample_id"] == f"{one['sample_id']}-2" and three["sample_id"] != one["sample_id"]
+    alike = PromptsConfig(path=tmp_path / "p.jsonl", dedupe=True)
+    assert [bool(p.tools) for p in read_prompts(alike)] == [True, False]
+
+
+def test_tools_that_no_one_would_see_are_refused(tmp_path, teacher):  # noqa: F811
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"instruction": "a"}) + "\n" + json.dumps({"instruction": "x", "tools": TOOLS})
+    )
+    asked = PromptsConfig(path=tmp_path / "p.jsonl", held_out=0.0)
+    with pytest.raises(
+        UserError,
+        match="line 2: its prompt has tools, and the teacher cannot be shown them: its chat template shows no tools",
+    ):
+        collect.run(folder(tmp_path, "t"), teacher, asked, settings(), 0)
+    for tools, words in (("{", "which is no JSON"), ({"a": 1}, "a list of JSON schemas"), (["x"], "an object each")):
+        (tmp_path / "p.jsonl").write_text(json.dumps({"instruction": "x", "tools": tools}))
+        with pytest.raises(UserError, match=words):
+            read_prompts(asked)
+
+
+def test_evaluation_and_plan_show_them_too(tmp_path):
+    tiny_tokenizer(template=SHOWS_TOOLS).save_pretrained(tmp_path)
+    shown = prompt_text(str(tmp_path), None, [{"role": "user", "content": "x"}], TOOLS)
+    assert shown is not None and shown.startswith("<|im_start|>tools weather<|im_end|>")
+    rows = [{"instruction": "x", "reference": "1", "tools": TOOLS}, {"instruction": "x", "reference": "1"}]
+    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told, plain = answer.load(tmp_path / "e.jsonl")
+    assert told.tools == TOOLS and plain.tools is None
+    assert answer.prompt_hash([told]) != answer.prompt_hash([plain])

@@ -74,7 +74,7 @@ def require_quantizer(quantize: str | None) -> None:
     """Raise UserError where a teacher is to be quantised and the library is not installed."""
     if quantize is not None and find_spec("bitsandbytes") is None:
         raise UserError(
-            f"teacher.quantize {quantize}: bitsandbytes is not installed; pip install bitsandbytes, or remove it"
+            f"teacher.quantize {quantize}: bitsandbytes is not installed; pip install 'fewstep[quantize]', or remove it"
         )
 
 

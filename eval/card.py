@@ -145,7 +145,9 @@ def _limits(results: dict) -> str:
 def _origin(content: dict, base: str | None, teacher: str) -> str:
     lines = [f"- Teacher: {teacher}"]
     if not base:
-        lines.append("- The header names no `base_model`: the weights came from a local file, which the Hub cannot link.")
+        lines.append(
+            "- The header names no `base_model`: the weights came from a local file, which the Hub cannot link."
+        )
     licence = content["stages"].get("targets", {}).get("licence") or {}
     named = f" ({plain(licence['name'])})" if licence.get("name") else ""
     asks = f" It asks: {plain(licence['conditions'])}." if licence.get("conditions") else ""

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,7 @@ def fingerprint(model: str, revision: str | None = None) -> str:
     path, commit = _locate(model, revision)
     if commit is not None:
         return f"{model}@{commit}"
-    files = sorted(
-        f for f in Path(path).iterdir() if f.is_file() and f.suffix in _CONTENT and f.name != "trainer_state.json"
-    )
-    return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
+    return _hash_of(f for f in Path(path).iterdir() if f.suffix in _CONTENT and f.name != "trainer_state.json")
 
 
 def tokenizer_fingerprint(model: str, revision: str | None = None) -> str:
@@ -143,14 +141,17 @@ def tokenizer_fingerprint(model: str, revision: str | None = None) -> str:
     path, commit = _locate(model, revision)
     if commit is not None:
         return f"{model}@{commit}"
+    # config.json says the size of the weights, an index where they lie
+    others = ("config.json", "trainer_state.json")
     kinds = (".json", ".model", ".txt", ".jinja")
-    other = ("config.json", "trainer_state.json")  # config.json says the size of the weights
-    files = sorted(
-        f
-        for f in Path(path).iterdir()
-        if f.suffix in kinds and f.name not in other and not f.name.endswith(".index.json")
-    )
-    return hashlib.sha256("\n".join(f"{f.name} {file_fingerprint(f)}" for f in files).encode()).hexdigest()
+    files = (f for f in Path(path).iterdir() if f.suffix in kinds and f.name not in others)
+    return _hash_of(f for f in files if not f.name.endswith(".index.json"))
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    """Return one SHA-256 (hex) of files' names and contents."""
+    marks = (f"{f.name} {file_fingerprint(f)}" for f in sorted(files) if f.is_file())
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest()
 
 
 def plain_weights(model: str, revision: str | None = None) -> Path:

@@ -46,7 +46,7 @@ def edit_config(recipe_file: Path, **changes) -> None:
         ("teacher.model=./nowhere", ["teacher.model", "no such folder"]),
         ("teacher.model=nowhere.gguf", ["teacher.model", "nowhere.gguf"]),
         ("teacher.model=package://no_such_module/x.gguf", ["teacher.model", "no_such_module"]),
-        ("teacher.model=https://host/v1", ["teacher.model", "endpoint"]),
+        ("teacher.model=https://host/v1", ["student.base is missing", "a teacher behind a server has no weights"]),
         ("prompts.field=question", ["line 1", "no field `question`"]),
         ("prompts.checker=boking", ["prompts.checker", "did you mean booking?"]),
         ("eval.tasks=[]", ["eval.tasks is empty", "name at least one"]),
@@ -57,7 +57,7 @@ def edit_config(recipe_file: Path, **changes) -> None:
 )
 def test_wrong_value_is_refused(recipe_file, tmp_path, capsys, monkeypatch, command, override, parts):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most: 10)
+    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most, tools=None: 10)
     message = refused(capsys, tmp_path, command, str(recipe_file), override)
     for part in parts:
         assert part in message
@@ -122,7 +122,7 @@ def test_teacher_whose_layers_are_not_plain_attention_is_refused_with_the_reason
 def test_learned_positions_too_few_for_prompt_and_answer_are_refused(
     recipe_file, tmp_path, capsys, monkeypatch, command, positions
 ):
-    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most: 9)
+    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most, tools=None: 9)
     write_gpt2(recipe_file, positions)
     message = refused(capsys, tmp_path, command, str(recipe_file))
     assert f"prompts.jsonl, line 1: 9 tokens with what the teacher sees before it, and an answer of up to 32, exceed the teacher's context of {positions}" in message  # fmt: skip
@@ -130,7 +130,7 @@ def test_learned_positions_too_few_for_prompt_and_answer_are_refused(
 
 @pytest.mark.parametrize("positions", [41, 1024])
 def test_learned_positions_that_suffice_are_taken(recipe_file, monkeypatch, capsys, positions):
-    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most: 9)
+    monkeypatch.setattr(checks._Tokenizer, "count", lambda self, messages, most, tools=None: 9)
     write_gpt2(recipe_file, positions)
     assert _exit_code(["plan", str(recipe_file)]) == 0
     assert f"context {positions}" in capsys.readouterr().out

@@ -89,11 +89,15 @@ def _eval(recipe: Recipe, folders: dict[str, Path]) -> dict:
 
 
 def _report(recipe: Recipe, folders: dict[str, Path]) -> dict:
+    from fewstep.distill.tracking import track_report
     from fewstep.eval.report import run
 
     read = [stage for stage in folders if stage not in ("report", "publish")]
     manifests = {stage: StageFolder(folders[stage]).manifest() for stage in read}
-    return run(folders["report"], manifests, folders["eval"], portable(recipe))
+    summary = run(folders["report"], manifests, folders["eval"], portable(recipe))
+    named = {"name": f"{recipe.name}-report", "group": recipe.name, "job_type": "report", "config": portable(recipe)}
+    track_report(folders["report"], recipe.track, named, [folders[stage] for stage in read])
+    return summary
 
 
 def _publish(recipe: Recipe, folders: dict[str, Path]) -> dict:

@@ -83,6 +83,42 @@ class Tracker:
             self._wandb.finish()
 
 
+COLUMNS = ("task", "system", "sampler", "settings", "score", "score_ci", "delta", "tpf", "tokens_per_s", "speedup", "speedup_ci")  # fmt: skip
+
+
+def track_report(folder: Path, config: TrackConfig, run: dict, read: list[Path]) -> None:
+    """Give W&B the report: the page as an artifact, the verdicts as the run's summary, the measured settings as a table.
+
+    Args:
+        folder: of the report stage, written.
+        run: as of `Tracker`.
+        read: the stages' folders that it was made from; they close the lineage.
+    """
+    tracked = _start_wandb(folder, config, run)
+    if tracked is None:
+        return
+    try:
+        import wandb
+
+        results = json.loads((folder / "report.json").read_text())["results"]
+        for i, verdict in enumerate(results["verdicts"]):
+            tracked.summary[f"verdict/{i}"] = verdict["text"]
+        data = [
+            [json.dumps(v) if isinstance(v, (dict, list)) else v for v in map(row.get, COLUMNS)]
+            for row in results["rows"]
+        ]
+        tracked.log({"settings": wandb.Table(columns=list(COLUMNS), data=data)})
+        for made in [] if tracked.settings.mode == "offline" else read:
+            tracked.use_artifact(_artifact(wandb, made))
+        artifact = _artifact(wandb, folder, [made.name for made in read])
+        for name in ("report.html", "report.json", "MODEL_CARD.md"):
+            artifact.add_file(str(folder / name))
+        tracked.log_artifact(artifact)
+        tracked.finish()
+    except Exception as error:  # as in Tracker: a tracker's trouble must not cost a report
+        print(f"W&B: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def _artifact(wandb, folder: Path, read: list[str] | None = None):
     """Return the artifact of a stage's folder: its name, and of a sealed one (not yet that which is being made) the manifest."""
     manifest = folder / "manifest.json"

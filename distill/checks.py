@@ -61,9 +61,37 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
         require_quantizer(given.quantize)
         check_licence(given, licence(given))
     if "targets" in todo or "eval" in todo:
+        _tools_are_shown(recipe)
         _prompts_fit(recipe, facts["context_length"])
     sizes = estimate(recipe, facts)
     require_disk(runs, sum(sizes[name].disk for name in todo), f"{recipe.name} ({', '.join(todo)})")
+
+
+def _tools_are_shown(recipe: Recipe) -> None:
+    """Encode one row for each list of tools, with the teacher's template and that of the student's base."""
+    tasks = [PromptsConfig(source="jsonl", path=t.path, field=t.field, limit=t.limit) for t in recipe.eval.tasks]
+    asked = {}
+    for source in (recipe.prompts, *tasks):
+        for prompt in read_prompts(source):
+            if prompt.tools:
+                asked.setdefault(json.dumps(prompt.tools), (source.place, prompt))
+    if not asked:
+        return
+    from fewstep.chat import Untold, encode_prompt
+
+    models = {recipe.reference: "the teacher"} | (
+        {(str(recipe.student.base), None): "the student"} if recipe.student.base else {}
+    )
+    for model, who in models.items():
+        tokenizer = load_tokenizer(*model)
+        for place, prompt in asked.values():
+            try:
+                encode_prompt(tokenizer, prompt.messages, prompt.tools)
+            except Untold as error:
+                raise UserError(
+                    f"{place}, line {prompt.line}: its prompt has tools, and {who} cannot be shown them: {error}; give a checkpoint "
+                    "whose template shows tools, or remove `tools`"
+                ) from None
 
 
 def _chat_keeps_no_tools(recipe: Recipe) -> None:

@@ -217,9 +217,9 @@ RANKS = f"{TEMPORARY}ranks"  # there while the first rank works in a stage's fol
 
 def _launch() -> str:
     """Return what the processes of one launch have in common and those of another have not, as far as launchers say it."""
-    return " ".join(
-        os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
-    )
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all are children of one launcher
+    return " ".join([*(os.environ.get(name, "") for name in names), str(os.getppid()) if here else ""])
 
 
 def _begun(folder: Path) -> bool:
@@ -235,6 +235,14 @@ def _rest() -> None:
     time.sleep(0.2)
 
 
+def _written(file: Path) -> float:
+    """Return when a file was written; 0 for a folder, or for what another process has just moved."""
+    try:
+        return file.stat().st_mtime if file.is_file() else 0.0
+    except FileNotFoundError:
+        return 0.0
+
+
 def _open_session(folder: Path) -> list[dict]:
     """Append this session to `sessions.jsonl` and return all of them, this one last.
 
@@ -244,7 +252,7 @@ def _open_session(folder: Path) -> list[dict]:
     sessions = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     before = 0.0
     if sessions:
-        last_write = max((f.stat().st_mtime for f in folder.rglob("*") if f.is_file()), default=0.0)
+        last_write = max(map(_written, folder.rglob("*")), default=0.0)
         began = datetime.fromisoformat(sessions[-1]["started"]).timestamp()
         before = sessions[-1].get("seconds_before", 0.0) + max(0.0, last_write - began)
     sessions.append({"started": _now(), "commit": machine.commit(), "seconds_before": round(before, 1)})

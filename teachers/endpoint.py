@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -106,15 +107,22 @@ class Endpoint:
         self.url, self.config, self._tokenizer, self._stops = teacher.model, teacher.endpoint, tokenizer, stops
         self._rows = max(vocab_size or 0, len(tokenizer))
         self._key, self._openai = _key(teacher), openai
-        # What the client would take from the environment of another account, and its stand-in for no key.
-        left_out = ["OpenAI-Organization", "OpenAI-Project", *([] if self._key else ["Authorization"])]
-        self._headers = {name: openai.Omit() for name in left_out}
-        self._client = openai.OpenAI(
-            base_url=self.url,
-            api_key=self._key or "none",
-            timeout=self.config.timeout,
-            max_retries=self.config.retries,
-        )
+        try:
+            self._client = openai.OpenAI(
+                base_url=self.url,
+                api_key=self._key or "none",
+                timeout=self.config.timeout,
+                max_retries=self.config.retries,
+            )
+        except Exception as error:  # an address or a proxy that the HTTP library does not take
+            raise UserError(
+                f"teacher.model {self.url!r}: the client cannot use it ({type(error).__name__}: {self._safe(str(error).splitlines()[0])}); "
+                "give a URL such as http://localhost:8000/v1, and look at the proxy settings"
+            ) from None
+        # What the client takes from the environment of another account is left out, and so is its stand-in for no key.
+        self._client._custom_headers = {}
+        left_out = ("OpenAI-Organization", "OpenAI-Project", *(() if self._key else ("Authorization",)))
+        self._headers = dict.fromkeys(left_out, openai.Omit())
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -167,10 +175,10 @@ class Endpoint:
         try:
             self._same_prompt(content, ask)
             return self._read(content["choices"][0], ask)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            said = self._safe(json.dumps(content)[:160])
+            said = self._safe(json.dumps(content))[:160]
             raise RunFailed(
                 f"teacher.model {self.url}: an answer is not of the form that OpenAI's API describes ({type(error).__name__}: {said}…); look at the server"
             ) from None
@@ -224,16 +232,19 @@ class Endpoint:
         fallback = own if own in self._stops else self._stops[0]
         if not getattr(self._tokenizer, "chat_template", None):
             return fallback
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids = self._tokenizer.apply_chat_template(turn, return_dict=False)
-        return next((i for i in reversed(ids) if i in self._stops), fallback)
+        asked = [{"role": "user", "content": "a"}]
+        head = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        whole = self._tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "b"}], return_dict=False)
+        return next((i for i in whole[len(head) :] if i in self._stops), fallback)
 
     def _same_text(self, ids: list[int], text: str, cut: bool) -> None:
         """Raise RunFailed where the tokens of an answer are not its text: the server has another tokenizer.
 
         A cut answer may end inside a character, of which a server shows nothing.
         """
-        for token in self._tokenizer.all_special_tokens:
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        for token in sorted(special, key=len, reverse=True):
             text = text.replace(token, "")
         said, told = (
             t.rstrip("\ufffd") if cut else t for t in (self._tokenizer.decode(ids, skip_special_tokens=True), text)
@@ -285,7 +296,7 @@ class Endpoint:
             try:
                 content = json.loads(send().http_response.content)
             except self._openai.APIStatusError as error:
-                said = self._safe(" ".join(str(error.message).split())[:200])
+                said = self._safe(" ".join(str(error.message).split()))[:200]
                 if error.status_code == 429 or error.status_code >= 500:
                     raise RunFailed(self._in_vain(what, f"{error.status_code}: {said}")) from None
                 raise UserError(
@@ -343,11 +354,11 @@ def generate(endpoint: Endpoint, asks: list[Ask], on_answer: Callable[[int, int]
                 done.put((i, error))
                 return
 
-    # Daemons: a request under way must not hold the process back when it is to end.
-    for _ in range(min(endpoint.config.concurrency, len(asks))):
-        threading.Thread(target=work, daemon=True, name="endpoint").start()
     found: dict[int, Generation] = {}
     try:
+        # Daemons: a request under way must not hold the process back when it is to end.
+        for _ in range(min(endpoint.config.concurrency, len(asks))):
+            threading.Thread(target=work, daemon=True, name="endpoint").start()
         while len(found) < len(asks):
             try:
                 i, answer = done.get(timeout=POLL)
@@ -359,8 +370,9 @@ def generate(endpoint: Endpoint, asks: list[Ask], on_answer: Callable[[int, int]
             found[i] = answer
             on_answer(1, len(answer.ids))
     except BaseException:
-        while not waiting.empty():  # no thread begins another
-            waiting.get()
+        with suppress(queue.Empty):
+            while True:  # no thread begins another
+                waiting.get_nowait()
         endpoint.close()
         raise
     return [found[i] for i in range(len(asks))]

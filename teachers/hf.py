@@ -145,7 +145,11 @@ def tokenizer_fingerprint(model: str, revision: str | None = None) -> str:
     others = ("config.json", "trainer_state.json")
     kinds = (".json", ".model", ".txt", ".jinja")
     files = (f for f in Path(path).iterdir() if f.suffix in kinds and f.name not in others)
-    return _hash_of(f for f in files if not f.name.endswith(".index.json"))
+    mark = _hash_of(f for f in files if not f.name.endswith(".index.json"))
+    config = Path(path) / "config.json"
+    if (Path(path) / "generation_config.json").is_file() or not config.is_file():
+        return mark
+    return f"{mark} {json.loads(config.read_text(encoding='utf-8')).get('eos_token_id')}"
 
 
 def _hash_of(files: Iterable[Path]) -> str:

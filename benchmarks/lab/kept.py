@@ -39,9 +39,9 @@ def inputs(recipe: Recipe) -> dict[str, str]:
     return {f"{stage.name}.{name}": mark for stage in chain(recipe).values() for name, mark in stage.inputs.items()}
 
 
-def teacher(facts: dict) -> dict[str, str]:
-    """Return what of a record's inputs its task's records must share; a task's own mark depends on how many rows are used."""
-    return {name: mark for name, mark in facts["inputs"].items() if name.startswith("targets.")}
+def inputs_of(facts: dict, kind: str) -> dict[str, str]:
+    """Return a record's inputs of one kind: "targets." of the teacher and its prompts, "eval." of the task, whose mark depends on how many rows are used."""
+    return {name: mark for name, mark in facts["inputs"].items() if name.startswith(kind)}
 
 
 def keep(recipe: Recipe, runs: Path, path: Path) -> None:

@@ -84,10 +84,16 @@ def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]],
     """Return system → its settings, seeds stacked; the names of jobs that have no record; the facts of those that have."""
     found: dict[tuple, dict[int, dict]] = {}
     missing, facts = [], []
+    marks: dict[int, dict] = {}  # prompts used → the task's mark
     for job in (job for group in jobs([task], list(SYSTEMS), quick) for job in group):
         record = kept.read(job.recipe(quick), job.record(quick, runs))
-        # what was measured of another recipe, or against another teacher or its answers, does not count
-        if record is None or (facts and kept.teacher(record[0]) != kept.teacher(facts[0])):
+        # what was measured of another recipe, against another teacher or its answers, or on other prompts does not count
+        if (
+            record is None
+            or (facts and kept.inputs_of(record[0], "targets.") != kept.inputs_of(facts[0], "targets."))
+            or marks.setdefault(_prompts(record[1]), kept.inputs_of(record[0], "eval."))
+            != kept.inputs_of(record[0], "eval.")
+        ):
             missing.append(job.name(quick))
             continue
         facts.append(record[0])
@@ -107,6 +113,12 @@ def read(task: str, runs: Path, quick: bool) -> tuple[dict[str, list[Measured]],
         arrays = (np.array([by_seed[s][k] for s in by_seed], float) for k in ("score", "tokens", "nfe"))
         systems.setdefault(system, []).append(Measured(system, sampler, json.loads(settings), list(by_seed), *arrays))
     return systems, missing, facts
+
+
+def _prompts(rows: list[dict]) -> int:
+    """Return how many prompts a record is of."""
+    setting = [(row["system"], row["sampler"], row["settings"]) for row in rows]
+    return setting.count(setting[0])
 
 
 def choose(system: list[Measured], teacher: Measured, loss: float = LOSS) -> Measured | None:

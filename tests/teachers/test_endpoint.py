@@ -9,8 +9,8 @@ import time
 
 import pytest
 from served import Served, serving
-from tiny import VOCAB, save_tiny, tiny_model, tiny_tokenizer
-from tokenizers import Tokenizer, models
+from tiny import TEMPLATE, VOCAB, save_tiny, tiny_model, tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fewstep.distill.chain import chain
@@ -184,8 +184,27 @@ def test_the_stop_that_ends_a_turn_is_the_one_that_is_appended():
     tokenizer = tiny_tokenizer()
     of = lambda stops: Endpoint(TeacherConfig(model="http://h/v1"), tokenizer, stops, VOCAB)._end_of_turn  # noqa: E731
     assert of([0, 2]) == 2 and of([0]) == 0
+    tokenizer.chat_template = TEMPLATE + "{% if not add_generation_prompt %}{{ '<|pad|>' }}{% endif %}"
+    assert of([0, 2]) == 2  # what ends the turn, not what ends the text
     tokenizer.chat_template = None
     assert of([0, 2]) == 2  # the tokenizer's own
+
+
+def test_a_special_token_in_an_answer_is_no_other_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|tool|>", special=True)])
+    server = Endpoint(TeacherConfig(model="http://h/v1"), tokenizer, [2], VOCAB)
+    ids = tokenizer("<|tool|>ab", add_special_tokens=False)["input_ids"]
+    server._same_text(ids, "<|tool|>ab", cut=False)
+    with pytest.raises(RunFailed, match="its tokens make 'ab'"):
+        server._same_text(ids, "<|tool|>ac", cut=False)
+
+
+@pytest.mark.parametrize("url", ["http://host/v1\n", "http://-a_\u00fc/v1"])
+def test_an_address_that_the_client_does_not_take_is_a_line(url):
+    with pytest.raises(UserError, match="cannot use it|names no host") as caught:
+        Endpoint(TeacherConfig(model=url), tiny_tokenizer(), [2], VOCAB)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_piece_of_the_vocabulary_comes_before_a_lone_byte():
@@ -307,6 +326,9 @@ def test_the_key_is_sent_and_written_nowhere(server, base, tmp_path, monkeypatch
     monkeypatch.setenv("TEACHER_KEY", canary)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other-771")
     monkeypatch.setenv("OPENAI_ORG_ID", "org-other-771")
+    monkeypatch.setenv(
+        "OPENAI_CUSTOM_HEADERS", "X-Other: other-771\nAuthorization: Bearer other-771\nauthorization: other-771"
+    )
     monkeypatch.setenv("TEACHER_KEY", canary + "\n")  # as a mounted secret ends
     collected(tmp_path, teacher(server, key="TEACHER_KEY"), base)
     sent = json.dumps(server.headers)
@@ -321,8 +343,9 @@ def test_the_key_is_sent_and_written_nowhere(server, base, tmp_path, monkeypatch
 
 def test_no_key_is_sent_unless_the_recipe_names_one(server, base, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other-771")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer other-771")
     collected(tmp_path, teacher(server), base)
-    assert all("Authorization" not in headers for headers in server.headers)
+    assert all("authorization" not in map(str.lower, headers) for headers in server.headers)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 import json
 
 import pytest
-from tiny import TEMPLATE, save_tiny, tiny_tokenizer
+from tiny import TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
+from fewstep.distill.plan import plan
+from fewstep.distill.recipe import load_recipe
 from fewstep.errors import UserError
+from fewstep.eval import systems
 from fewstep.eval.tasks import answer
 from fewstep.records import read_rows
 from fewstep.teachers import collect
@@ -63,3 +66,25 @@ def test_evaluation_and_plan_show_them_too(tmp_path):
     told, plain = answer.load(tmp_path / "e.jsonl")
     assert told.tools == TOOLS and plain.tools is None
     assert answer.prompt_hash([told]) != answer.prompt_hash([plain])
+
+
+def test_the_systems_of_an_evaluation_are_asked_with_the_tools(tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer(template=SHOWS_TOOLS)
+    models = systems.Models(TeacherConfig(model="m"), tmp_path, settings(), {})
+    monkeypatch.setattr(models, "get", lambda system: (tiny_model(), tokenizer))
+    item = answer.Item("a", [{"role": "user", "content": "x"}], "1", TOOLS)
+    for system in ("teacher", "student"):
+        (ids,) = models.prompts(system, [item])
+        assert "<|im_start|>tools weather" in tokenizer.decode(ids)
+
+
+def test_tools_of_a_task_that_no_one_would_see_are_refused_before_any_work(tmp_path):
+    model = save_tiny(tmp_path / "teacher", eos_ids=EOS)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"instruction": "a"}))
+    rows = [{"instruction": "b", "reference": "1"}, {"instruction": "c", "reference": "1", "tools": TOOLS}]
+    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "r.yaml").write_text(
+        f"name: r\nteacher: {{model: '{model}'}}\nprompts: {{path: p.jsonl}}\neval: {{tasks: [{{name: answer, path: e.jsonl}}]}}\n"
+    )
+    with pytest.raises(UserError, match="e.jsonl, line 2: its prompt has tools, and the teacher cannot be shown them"):
+        plan(load_recipe(tmp_path / "r.yaml"), tmp_path / "runs")

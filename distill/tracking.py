@@ -114,9 +114,10 @@ def track_report(folder: Path, config: TrackConfig, run: dict, read: list[Path])
         for name in ("report.html", "report.json", "MODEL_CARD.md"):
             artifact.add_file(str(folder / name))
         tracked.log_artifact(artifact)
-        tracked.finish()
     except Exception as error:  # as in Tracker: a tracker's trouble must not cost a report
         print(f"W&B: {type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        tracked.finish()  # else the next stage would go on in this run
 
 
 def _artifact(wandb, folder: Path, read: list[str] | None = None):

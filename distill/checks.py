@@ -216,9 +216,6 @@ class _Tokenizer:
             from fewstep.teachers.load import load_tokenizer
 
             self._full = load_tokenizer(*self.reference)
-        from fewstep.chat import Untold, encode_prompt
+        from fewstep.chat import encode_prompt
 
-        try:
-            return len(encode_prompt(self._full, messages, tools))
-        except Untold:
-            return 0  # the stage names the row
+        return len(encode_prompt(self._full, messages, tools))

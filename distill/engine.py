@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from fewstep import machine
 from fewstep.distill.config import EngineConfig
 from fewstep.errors import RunFailed, UserError
 
@@ -51,7 +52,7 @@ def build_engine(
 
 def layout(config: EngineConfig) -> dict:
     """Return what decides how a checkpoint is cut into files."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = machine.world_size()
     return {
         "engine": config.name,
         "zero_stage": None if config.name == "plain" else config.zero_stage,
@@ -80,7 +81,7 @@ class PlainEngine:
     rank, world_size = 0, 1
 
     def __init__(self, module, optimizer, max_grad_norm: float):
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if machine.world_size() > 1:
             raise UserError("engine.name=plain: runs in one process; use engine.name=deepspeed for several")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.optimizer, self.max_grad_norm = module.to(self.device), optimizer, max_grad_norm

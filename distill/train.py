@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fewstep import machine
 from fewstep.chat import eos_ids
 from fewstep.distill import checkpoints, on_policy, trajectories
 from fewstep.distill.config import EngineConfig, TrackConfig, TrainingConfig, check_training
@@ -71,7 +72,7 @@ def run(
         RunFailed: a loss that is not finite, by step; the last good checkpoint is named.
         Stopped: a signal came; the state is saved.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = machine.world_size()
     if config.on_policy is not None and engine.name == "deepspeed" and engine.zero_stage == 3 and ranks > 1:
         raise UserError(
             f"{stage}.on_policy: the student decodes on one rank, and engine.zero_stage 3 spreads it over {ranks}; use 2"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fewstep import checkers, machine, signals
-from fewstep.chat import Untold, encode_prompt, eos_ids
+from fewstep.chat import encode_prompt, eos_ids
 from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
 from fewstep.records import write_shard
@@ -35,6 +35,7 @@ from fewstep.teachers.prompts import (
     sample_id,
     split,
     teacher_messages,
+    teacher_prompts,
 )
 
 
@@ -151,16 +152,9 @@ def prepare(
             "with evaluation; give others, or raise words"
         )
     check_references(prompts.checker, rows, prompts.place)
-    student_ids, teacher_ids = [], []
-    for row, told in zip(rows, teacher_messages([row.messages for row in rows], targets)):
-        try:
-            student_ids.append(encode_prompt(tokenizer, row.messages, row.tools))
-            teacher_ids.append(encode_prompt(tokenizer, told, row.tools))
-        except Untold as error:
-            raise UserError(
-                f"{prompts.place}, line {row.line}: its prompt has tools, and the teacher cannot be shown them: {error}; give a "
-                "teacher whose template shows tools, or remove `tools`"
-            ) from None
+    tools = [row.tools for row in rows]
+    student_ids = [encode_prompt(tokenizer, row.messages, row.tools) for row in rows]
+    teacher_ids = teacher_prompts(tokenizer, [row.messages for row in rows], targets, tools)
     limit = info["context_length"]
     if limit is not None:
         long = [i for i, ids in enumerate(teacher_ids) if len(ids) + targets.max_new_tokens > limit]

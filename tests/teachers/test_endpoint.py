@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from fewstep.distill.chain import chain
 from fewstep.distill.plan import as_text, plan
 from fewstep.distill.recipe import load_recipe
-from fewstep.errors import RunFailed, Stopped, UserError
+from fewstep.errors import RunFailed, UserError
 from fewstep.records import read_rows
 from fewstep.teachers import collect, endpoint
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
@@ -277,15 +277,6 @@ def test_a_server_that_goes_away_in_the_middle_is_gone_on_with(server, base, alo
     server.always, asked = None, len(server.requests)
     same(collected(tmp_path, teacher(server), base), alone)
     assert len(server.requests) - asked == len(TEXTS) - 4
-
-
-def test_a_signal_stops_between_answers(server, base, tmp_path, monkeypatch):
-    def stop(message):
-        raise Stopped(15, message)
-
-    monkeypatch.setattr(collect.signals, "raise_if_stopped", stop)
-    with pytest.raises(Stopped):
-        collected(tmp_path, teacher(server), base)
 
 
 def test_another_tokenizer_or_a_second_bos_is_named(server, base, tmp_path):

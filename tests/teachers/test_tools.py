@@ -15,7 +15,7 @@ from fewstep.teachers import collect
 from fewstep.teachers.config import PromptsConfig, TeacherConfig
 from fewstep.teachers.preview import prompt_text
 from fewstep.teachers.prompts import read_prompts
-from tests.teachers.test_collect import EOS, folder, settings, teacher  # noqa: F401  (a fixture)
+from tests.teachers.test_collect import EOS, folder, settings
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 SHOWS_TOOLS = "{% if tools %}{{ '<|im_start|>tools ' + tools[0].function.name + '<|im_end|>' }}{% endif %}" + TEMPLATE
@@ -41,16 +41,8 @@ def test_tools_of_a_prompt_are_shown_to_teacher_and_student_alike(tmp_path):
     assert [bool(p.tools) for p in read_prompts(alike)] == [True, False]
 
 
-def test_tools_that_no_one_would_see_are_refused(tmp_path, teacher):  # noqa: F811
-    (tmp_path / "p.jsonl").write_text(
-        json.dumps({"instruction": "a"}) + "\n" + json.dumps({"instruction": "x", "tools": TOOLS})
-    )
+def test_tools_that_are_none_are_refused(tmp_path):
     asked = PromptsConfig(path=tmp_path / "p.jsonl", held_out=0.0)
-    with pytest.raises(
-        UserError,
-        match="line 2: its prompt has tools, and the teacher cannot be shown them: its chat template shows no tools",
-    ):
-        collect.run(folder(tmp_path, "t"), teacher, asked, settings(), 0)
     for tools, words in (("{", "which is no JSON"), ({"a": 1}, "a list of JSON schemas"), (["x"], "an object each")):
         (tmp_path / "p.jsonl").write_text(json.dumps({"instruction": "x", "tools": tools}))
         with pytest.raises(UserError, match=words):
@@ -78,13 +70,18 @@ def test_the_systems_of_an_evaluation_are_asked_with_the_tools(tmp_path, monkeyp
         assert "<|im_start|>tools weather" in tokenizer.decode(ids)
 
 
-def test_tools_of_a_task_that_no_one_would_see_are_refused_before_any_work(tmp_path):
+@pytest.mark.parametrize(("prompts", "task"), [("", "tools"), ("tools", "")])
+def test_tools_that_no_one_would_see_are_refused_before_any_work(tmp_path, prompts, task):
     model = save_tiny(tmp_path / "teacher", eos_ids=EOS)
-    (tmp_path / "p.jsonl").write_text(json.dumps({"instruction": "a"}))
-    rows = [{"instruction": "b", "reference": "1"}, {"instruction": "c", "reference": "1", "tools": TOOLS}]
-    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, told in (("p", prompts), ("e", task)):
+        rows = [{"instruction": f"{name} b", "reference": "1"}, {"instruction": f"{name} c", "reference": "1"}]
+        rows[1] |= {"tools": TOOLS} if told else {}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "r.yaml").write_text(
         f"name: r\nteacher: {{model: '{model}'}}\nprompts: {{path: p.jsonl}}\neval: {{tasks: [{{name: answer, path: e.jsonl}}]}}\n"
     )
-    with pytest.raises(UserError, match="e.jsonl, line 2: its prompt has tools, and the teacher cannot be shown them"):
+    with pytest.raises(
+        UserError,
+        match=f"{'e' if task else 'p'}.jsonl, line 2: its prompt has tools, and the teacher cannot be shown them",
+    ):
         plan(load_recipe(tmp_path / "r.yaml"), tmp_path / "runs")

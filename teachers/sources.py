@@ -4,6 +4,7 @@ No torch here: `plan` reads prompts. Libraries that a source needs are imported 
 """
 
 import csv
+import importlib
 import io
 import json
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ def _gym(config: PromptsConfig) -> Iterator[Row]:
     gym = config.reasoning_gym
     assert gym is not None
     try:
-        import reasoning_gym
+        reasoning_gym = importlib.import_module("reasoning_gym")  # an extra, that may be absent
     except ModuleNotFoundError:
         raise UserError(f"prompts.reasoning_gym: {gym.name} needs its library; pip install reasoning-gym") from None
     try:

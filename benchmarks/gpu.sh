@@ -46,7 +46,7 @@ if [ -z "$DRY" ] && ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_av
     echo "gpu.sh: $PY sees no CUDA GPU, or no torch; --dry runs the same code at toy sizes on a CPU" >&2
     exit 2
 fi
-part checks 130 "$PY" benchmarks/gpu_checks.py --out "$WORK/checks.json" ${DRY:+--dry}
+part checks 180 "$PY" benchmarks/gpu_checks.py --out "$WORK/checks.json" ${DRY:+--dry}
 part lab 290 "$PY" -m fewstep run recipes/lab/booking.yaml engine.name=plain engine.precision=auto ${SMALL[@]+"${SMALL[@]}"} --runs "$WORK/runs"
 part decode 120 "$PY" benchmarks/gpu_decode.py --out "$WORK/decode.json" ${DRY:+--dry --rounds 1 --prompt 8 --tokens 32}
 echo "== table"

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 from fewstep import machine
+from fewstep.kernels import block_mask
 from fewstep.kernels import linear_rows_loss as rows_loss
 from fewstep.runstore import write_atomic
+from fewstep.students.convert import attention_implementation, attention_of
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.forward import Forward
 from fewstep.students.layout import Example, block_index, body_hidden, build_batch, filled_length
@@ -31,6 +34,13 @@ from tests.students.builders import EOS, FAMILIES, MASK, student  # noqa: E402
 DRY = ("llama", "gemma2")
 MIXED = dict(temperature=[0.0, 1.0] * 3, top_p=[1.0, 0.9] * 3, seed=list(range(6)))
 SAMPLERS: tuple[dict, ...] = ({"sampler": "threshold", "threshold": 0.3}, {"sampler": "verify"}, {"sampler": "ar"})
+# heads of 16: flex_attention's least on CUDA
+_WIDE = dict(vocab_size=MASK + 1, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=3, initializer_range=0.2)  # fmt: skip
+WIDE = {
+    "llama": LlamaConfig(**_WIDE, num_key_value_heads=2),
+    "mistral": MistralConfig(**_WIDE, num_key_value_heads=2, sliding_window=200),
+    "gemma2": Gemma2Config(**_WIDE, num_key_value_heads=2, head_dim=16, sliding_window=200),
+}
 # transformers computes norms, rotary angles and eager softmaxes in fp32 whatever the weights' dtype, and logits leave the
 # decoder in fp32: of logits up to about 10 that is 1e-6 and some; a wrong mask, slot or position shows from 1e-2 on
 CLOSE = 5e-5
@@ -76,6 +86,8 @@ def checks(families: tuple[str, ...], device: str):
         for attention in ("block", "block_causal_inside"):
             its = student(family, attention).to(device)
             yield f"layout = cache, {attention}", family, partial(layout_equals_cache, its, attention)
+    for family, config in WIDE.items():
+        yield "flex_attention = dense mask", family, partial(flex_equals_dense, config, device)
     for case in rows_loss.cases():
         yield "chunked loss = dense", case[0], partial(chunked_loss_equals_dense, device, *case[1:])
 
@@ -164,6 +176,25 @@ def layout_equals_cache(model, attention: str) -> float:
         worst = max(worst, _gap(logits, trained[torch.from_numpy(where).to(device)]))
         length, pending = length + len(pending), row.noisy[where].tolist()
     return worst
+
+
+def flex_equals_dense(config, device: str) -> float:
+    """Packed rows under flex_attention and under the dense mask: hidden states and, where there is a GPU, gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_implementation(config)).to(device)
+    rows = [example(p, r) for p, r in ((30, 90), (9, 40), (61, 120), (17, 70), (25, 33))]
+    batch = build_batch(rows, MASK, "block", 0.1, row_tokens=420, multiple=block_mask.BLOCK).to(device)
+    upstream = torch.randn(len(batch.rows), config.hidden_size, generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for implementation in (model.config._attn_implementation, "flex_attention"):
+        stance = "force_eager" if device == "cpu" else "default"
+        with attention_of(model, implementation), torch.set_grad_enabled(device != "cpu"), torch.compiler.set_stance(stance):  # fmt: skip
+            hidden = body_hidden(model, batch, "block")[batch.rows]
+            if device != "cpu":
+                (hidden * upstream / len(hidden)).sum().backward()
+        found.append([hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad(set_to_none=True)
+    return max(_gap(flex, dense, 1e-3) for dense, flex in zip(*found))  # fp32; a wrong mask shows from 1e-2 on
 
 
 def chunked_loss_equals_dense(device: str, R: int, D: int, V: int, chunk: int, softcap, bias: bool) -> float:

@@ -39,7 +39,7 @@ def examine(runs: Path) -> dict:
         "compiler": compiler,
         "ninja": ninja,
         "attention": {
-            "training": "SDPA with a dense mask: [clean | noisy] rows are no causal ones, and flash kernels take no mask",
+            "training": "SDPA with a dense mask: [clean | noisy] rows are no causal ones, and flash kernels take no mask; of packed rows see block_mask",
             "decoding": "SDPA over the block cache, with a dense mask: a block's rows see its whole prefix",
         },
         "kernels": _kernels(cuda),

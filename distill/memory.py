@@ -59,9 +59,9 @@ def training_memory(
     kept = layers * layer
     if engine.activation_checkpointing:
         kept = max(KEPT_DESPITE[kind] * kept, layers * positions * hidden * size + layer)
-    parts["activations"] = SLACK[kind] * kept + positions * (positions if engine.packing == "packed" else row) * (
-        1 + size
-    )  # and the masks
+    wide = positions if engine.packing == "packed" else row
+    masks = 0.0 if gpu and engine.packing == "packed" else positions * wide * (1 + size)  # flex_attention's are of blocks
+    parts["activations"] = SLACK[kind] * kept + masks
     parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
     parts["process"] = PROCESS_BYTES[kind]
     return parts

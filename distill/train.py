@@ -30,10 +30,11 @@ from fewstep.distill.trainee import (
     row_weights,
 )
 from fewstep.errors import RunFailed, Stopped, UserError
+from fewstep.kernels import block_mask
 from fewstep.progress import progress
 from fewstep.signals import stop_requested
 from fewstep.students.config import StudentConfig
-from fewstep.students.convert import load_causal_lm, load_student, make_student, save_student
+from fewstep.students.convert import attention_of, load_causal_lm, load_student, make_student, save_student
 from fewstep.students.decoding import decode
 from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora
@@ -132,6 +133,10 @@ def run(
 
     least = worker.world_size * config.gradient_accumulation_steps
     row_tokens = max(1, config.batch_tokens // least) if engine.packing == "packed" else None
+    decoding = model.config._attn_implementation
+    by_blocks = row_tokens is not None and block_mask.serves(model, worker.device)
+    if by_blocks:
+        model.set_attn_implementation("flex_attention")
 
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:
         drawn = [draw_example(s, config, block_size, eos, seed, epoch, share, context) for s in chosen]
@@ -143,6 +148,7 @@ def run(
             num_topk,
             facts["alignment"],
             row_tokens,
+            block_mask.BLOCK if by_blocks else 1,
         )
         return batch.to(worker.device)
 
@@ -164,7 +170,7 @@ def run(
             )
         if step > first_step and step % config.save_steps:
             save_state(step)  # the round may take long
-        with worker.whole_weights():
+        with worker.whole_weights(), attention_of(model, decoding):
             if is_main:
                 on_policy.record(model, tokenizer, samples, config.on_policy, number, seed, path, score)
         on_policy.wait_for(path)  # no barrier: a round may outlast a collective's patience, or be stopped

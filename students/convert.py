@@ -53,6 +53,17 @@ def attention_implementation(config) -> str:
     return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
+@contextmanager
+def attention_of(model, implementation: str):
+    """Let the model's layers use another attention implementation for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
     """Load a student folder ready for `decode`; a gated adapter beside it is applied.
 

@@ -9,13 +9,15 @@ Source: block diffusion with a shared clean stream (BD3-LM; Efficient-DLM's cont
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
+from fewstep.kernels.block_mask import block_mask, dense_mask
 from fewstep.students.decoding.gated import noisy
-from fewstep.students.decoding.masks import layer_masks
+from fewstep.students.decoding.masks import by_layer, layer_masks
 from fewstep.students.packing import packed, padded
 
 CLEAN = -1
@@ -111,6 +113,7 @@ def build_batch(
     num_topk: int = 0,
     alignment: str = "same_position",
     row_tokens: int | None = None,
+    multiple: int = 1,
 ) -> Batch:
     """Lay out examples, their supervised rows in the order given.
 
@@ -123,11 +126,12 @@ def build_batch(
         alignment: `same_position`, or `shifted`: a masked token is said by the position before it, a block's
             first by the clean stream.
         row_tokens: pack examples into rows of at most so many positions, at least one a row; None: one a row, padded.
+        multiple: of which the width of packed rows is made one.
     """
     with_response = attention != "bidirectional"
     clean_lengths = [len(e.prompt) + (len(e.response) if with_response else 0) for e in examples]
     lengths = clean_lengths, [len(e.noisy) for e in examples], len(examples[0].masks)
-    layout = padded(*lengths) if row_tokens is None else packed(*lengths, row_tokens)
+    layout = padded(*lengths) if row_tokens is None else packed(*lengths, row_tokens, multiple)
     B, Q = layout.num_rows, layout.num_clean + layout.num_noisy
     ids, pos, block, start = (np.zeros((B, Q), np.int64) for _ in range(4))
     seg = np.full((B, Q), CLEAN, np.int64)
@@ -205,30 +209,59 @@ def build_batch(
     )
 
 
-def allowed(batch: Batch, attention: str) -> torch.Tensor:
-    """Return who may see whom, [B, Q, Q] bool (query, key); a padded query sees itself alone.
+def sees(batch: Batch, attention: str) -> Callable:
+    """Return who may see whom, as a function of indices: (row, head, query, key) → bool; a padded query sees itself alone.
+
+    The indices are tensors that broadcast, or single ones under `vmap`, as flex_attention asks; the head does not matter.
 
     Clean sees clean causally; noisy sees its own block of its own copy (`block_causal_inside`: up to
     itself), and the clean stream before that block; nothing sees another example.
 
     Source: block diffusion (BD3-LM), with a causal clean stream as in Efficient-DLM.
     """
-    q = lambda t: t[:, :, None]  # noqa: E731
-    k = lambda t: t[:, None, :]  # noqa: E731
-    clean = batch.seg == CLEAN
-    if attention == "bidirectional":
-        allow = (q(batch.seg) == k(batch.seg)) | k(clean) | q(clean) & (k(batch.seg) == 0)
-    else:
-        own = (q(batch.seg) == k(batch.seg)) & (q(batch.block) == k(batch.block)) & ~q(clean)
-        if attention == "block_causal_inside":
-            own &= k(batch.pos) <= q(batch.pos)
-        # one comparison serves both kinds of query: clean ones see up to themselves, noisy ones their prefix
-        reach = torch.where(clean, batch.pos + 1, batch.start)
-        allow = own | k(clean) & (k(batch.pos) < q(reach))
-    allow = allow & k(batch.valid) & q(batch.valid)
-    if batch.doc is not None:
-        allow &= q(batch.doc) == k(batch.doc)
-    return allow | torch.eye(batch.ids.shape[1], dtype=torch.bool, device=allow.device) & ~q(batch.valid)
+    seg, pos, block, valid, doc = batch.seg, batch.pos, batch.block, batch.valid, batch.doc
+    clean = seg == CLEAN
+    # one comparison serves both kinds of query: clean ones see up to themselves, noisy ones their prefix
+    reach = torch.where(clean, pos + 1, batch.start)
+
+    def rule(b, _head, q, k):
+        if attention == "bidirectional":
+            allow = (seg[b, q] == seg[b, k]) | clean[b, k] | clean[b, q] & (seg[b, k] == 0)
+        else:
+            own = (seg[b, q] == seg[b, k]) & (block[b, q] == block[b, k]) & ~clean[b, q]
+            if attention == "block_causal_inside":
+                own = own & (pos[b, k] <= pos[b, q])
+            allow = own | clean[b, k] & (pos[b, k] < reach[b, q])
+        allow = allow & valid[b, k] & valid[b, q]
+        if doc is not None:
+            allow = allow & (doc[b, q] == doc[b, k])
+        return allow | (q == k) & ~valid[b, q]
+
+    return rule
+
+
+def allowed(batch: Batch, attention: str) -> torch.Tensor:
+    """Return `sees` of every pair, [B, Q, Q] bool (query, key)."""
+    return dense_mask(sees(batch, attention), *batch.ids.shape, batch.ids.device)
+
+
+def attention_masks(model, batch: Batch, attention: str):
+    """Return the masks of a batch as the model's attention takes them: flex_attention by blocks, the others dense.
+
+    Returns:
+        One mask, or layer type → mask (`students/decoding/masks.by_layer`): BlockMasks of [B, 1, Q, Q], or additive
+        floats of that shape.
+    """
+    config = model.config.get_text_config()
+    if model.config._attn_implementation == "flex_attention":
+        rule, shape, pos = sees(batch, attention), batch.ids.shape, batch.pos
+
+        def near(window: int):
+            return block_mask(lambda b, h, q, k: rule(b, h, q, k) & (pos[b, q] - pos[b, k] < window), *shape, pos.device)
+
+        return by_layer(config, lambda: block_mask(rule, *shape, pos.device), near)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return layer_masks(config, allowed(batch, attention), batch.pos, batch.pos, dtype)
 
 
 def body_hidden(model, batch: Batch, attention: str) -> torch.Tensor:
@@ -237,8 +270,7 @@ def body_hidden(model, batch: Batch, attention: str) -> torch.Tensor:
     Returns:
         [B·Q, D] hidden states after the final norm.
     """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    masks = layer_masks(model.config.get_text_config(), allowed(batch, attention), batch.pos, batch.pos, dtype)
+    masks = attention_masks(model, batch, attention)
     with noisy(model, batch.num_noisy):
         out = model.base_model(input_ids=batch.ids, attention_mask=masks, position_ids=batch.pos, use_cache=False)
     return out.last_hidden_state.flatten(0, 1)

@@ -45,16 +45,18 @@ def padded(clean: list[int], noisy: list[int], copies: int) -> Places:
     return Places([Place(b, 0, 0, starts) for b in range(len(clean))], len(clean), C, copies * n)
 
 
-def packed(clean: list[int], noisy: list[int], copies: int, row_tokens: int) -> Places:
+def packed(clean: list[int], noisy: list[int], copies: int, row_tokens: int, multiple: int = 1) -> Places:
     """Put examples side by side: the clean streams of all of a row's examples, then their noisy copies.
 
     Args:
         clean, noisy, copies: as in `padded`.
         row_tokens: most positions of examples in a row; an example longer than that has a row of its own.
+        multiple: C + N is made a multiple of it, so that kernels see few widths.
     """
     rows = fill([c + copies * n for c, n in zip(clean, noisy)], row_tokens)
     C = max(sum(clean[i] for i in row) for row in rows)
     N = max(sum(copies * noisy[i] for i in row) for row in rows)
+    N += -(C + N) % multiple
     places: dict[int, Place] = {}
     for b, row in enumerate(rows):
         at, at_noisy = 0, C

@@ -3,6 +3,8 @@
 Shapes: B rows, Q queries, K keys.
 """
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -19,18 +21,25 @@ def layer_masks(config, allow: torch.Tensor, query_pos: torch.Tensor, key_pos: t
         [B, 1, Q, K] additive mask (0 or the dtype's lowest value), or a dict of layer type → mask.
         Additive floats are exact under both eager and sdpa; bool masks are wrong under eager.
     """
+
+    def near(window: int) -> torch.Tensor:
+        # a query always keeps itself, so the window alone can never empty a row that had a key in reach
+        return _additive(allow & (query_pos[:, :, None] - key_pos[:, None, :] < window), dtype)
+
+    return by_layer(config, lambda: _additive(allow, dtype), near)
+
+
+def by_layer(config, full: Callable, near: Callable):
+    """Return full() where no layer has a sliding window, near(window) where all have, a dict of layer type → mask where some have."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = set(getattr(config, "layer_types", None) or [])
-    full = _additive(allow, dtype)
     if not window or kinds == {"full_attention"}:
-        return full
-    # a query always keeps itself, so the window alone can never empty a row that had a key in reach
-    near = _additive(allow & (query_pos[:, :, None] - key_pos[:, None, :] < window), dtype)
+        return full()
     if not kinds or kinds == {"sliding_attention"}:
-        return near
-    return {"full_attention": full, "sliding_attention": near}
+        return near(window)
+    return {"full_attention": full(), "sliding_attention": near(window)}
 
 
 def _additive(allow: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,8 @@ from fewstep.distill.recipe import load_recipe
 from fewstep.distill.samples import Sample
 from fewstep.distill.trainee import Trainee, coefficients, load_objectives, row_weights
 from fewstep.errors import Stopped
+from fewstep.kernels import block_mask
+from fewstep.students import layout
 from fewstep.students.config import StudentConfig
 from fewstep.students.layout import CLEAN, build_batch
 from tests.students.builders import EOS, MASK, student
@@ -244,3 +246,21 @@ def test_packed_under_deepspeed_with_accumulation_and_a_resume(world, tmp_path, 
     monkeypatch.setattr(train, "stop_requested", lambda: None)
     assert go(world, tmp_path / "cut", engine=engine, **keys)["resumed_from"] == 6
     assert far(tmp_path / "whole", tmp_path / "cut") == 0.0
+
+
+def test_where_flex_attention_serves_packed_rows_are_trained_with_it(world, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(train.block_mask, "serves", lambda model, device: True)
+    widths = []
+    body = layout.body_hidden
+
+    def seen(model, batch, attention):
+        widths.append((model.config._attn_implementation, batch.ids.shape[1] % block_mask.BLOCK))
+        return body(model, batch, attention)
+
+    monkeypatch.setattr("fewstep.distill.trainee.body_hidden", seen)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(NotImplementedError, match="backward on CPU"):
+        go(world, tmp_path / "packed", engine=EngineConfig(name="plain", packing="packed"))
+    assert widths == [("flex_attention", 0)]  # a step reached the layers; only CUDA has the backward pass
+    widths.clear()
+    go(world, tmp_path / "padded", engine=EngineConfig(name="plain"))
+    assert {how for how, _ in widths} == {"sdpa"}

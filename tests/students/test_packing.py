@@ -6,8 +6,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from fewstep.students.layout import CLEAN, allowed, body_hidden, build_batch
+from fewstep.students.convert import attention_of
+from fewstep.students.decoding.forward import Forward
+from fewstep.students.layout import CLEAN, allowed, attention_masks, body_hidden, build_batch
 from fewstep.students.packing import fill
 from tests.students.builders import FAMILIES, MASK, student
 from tests.students.test_layout import brute_force, example, gated_student
@@ -99,6 +102,25 @@ def test_gated_adapters_gate_the_noisy_copies_of_all(family, attention, softmax_
     packed, padded = both(attention, mask)
     ours, theirs = (body_hidden(model, batch, attention)[batch.rows] for batch in (packed, padded))
     assert float((ours - theirs).abs().max()) <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", [f for f in sorted(FAMILIES) if f != "gpt2"])
+@torch.no_grad()
+def test_flex_attention_has_the_hidden_states_of_the_dense_mask(family, attention):
+    model = student(family, attention).float()  # flex_attention knows no fp64
+    packed, _ = both(attention, multiple=16)
+    assert packed.ids.shape[1] % 16 == 0
+    dense = body_hidden(model, packed, attention)[packed.rows]
+    before = model.config._attn_implementation
+    with attention_of(model, "flex_attention"), torch.compiler.set_stance("force_eager"):
+        masks = attention_masks(model, packed, attention)
+        flex = body_hidden(model, packed, attention)[packed.rows]
+    assert all(isinstance(mask, BlockMask) for mask in (masks.values() if isinstance(masks, dict) else [masks]))
+    assert float((flex - dense).abs().max()) <= 1e-5 and model.config._attn_implementation == before
+    with pytest.raises(ValueError, match="flex_attention"), attention_of(model, "flex_attention"):
+        Forward(model, capacity=8)  # decoding has masks of its own
 
 
 def test_fill_keeps_to_the_budget_and_near_the_fewest_rows():

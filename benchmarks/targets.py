@@ -20,7 +20,8 @@ import torch
 from fewstep import machine
 from fewstep.chat import encode_prompt, eos_ids
 from fewstep.runstore import write_atomic
-from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
+from fewstep.teachers.batch import prefill_prefix, shared_prefix
+from fewstep.teachers.generate import generate
 from fewstep.teachers.load import load_teacher
 
 RESULTS = Path(__file__).parent / "results"

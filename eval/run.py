@@ -29,8 +29,9 @@ from fewstep.eval.systems import Models
 from fewstep.progress import progress
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.decode import check_settings
+from fewstep.teachers.batch import prefill_prefix, shared_prefix
 from fewstep.teachers.config import TargetsConfig, TeacherConfig
-from fewstep.teachers.generate import generate, prefill_prefix, shared_prefix
+from fewstep.teachers.generate import generate
 
 REPAIRED = 200  # answers that errors are put into
 STOPPED = "finished rows are in partial/; the same command goes on from there"

@@ -21,10 +21,11 @@ from fewstep.progress import progress
 from fewstep.records import write_shard
 from fewstep.runstore import TEMPORARY, require_disk, write_atomic
 from fewstep.teachers import audit, endpoint
+from fewstep.teachers.batch import prefill_prefix, shared_prefix
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.endpoint import Endpoint
 from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
-from fewstep.teachers.generate import generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers.generate import generate, row_seed
 from fewstep.teachers.generation import Generation
 from fewstep.teachers.hf import load_stops
 from fewstep.teachers.load import SAVED, describe, kind_of, licence, load_for_stage, load_tokenizer

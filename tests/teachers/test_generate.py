@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny import VOCAB, WINDOW, tiny_model
 
-from fewstep.teachers import generate as module
-from fewstep.teachers.generate import generate, prefill_prefix, row_seed, shared_prefix
+from fewstep.teachers import batch as module
+from fewstep.teachers.batch import prefill_prefix, shared_prefix
+from fewstep.teachers.generate import generate, row_seed
 
 EOS = list(range(0, VOCAB, 9))  # many, so that rows of one batch end at different steps
 PREFIX = [5, 17, 99, 4, 31, 8]
@@ -107,6 +108,33 @@ def test_generate_computes_the_prefix_once_and_drops_finished_rows():
     alive = [sum(len(a.ids) > step for a in answers) for step in range(1, max(len(a.ids) for a in answers))]
     assert seen == [(1, len(PREFIX)), (6, longest), *[(count, 1) for count in alive]]
     assert alive[-1] < 6
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("prefix", [PREFIX, []], ids=["prefix", "none"])
+def test_generate_fills_the_places_of_rows_that_ended(kind, prefix, monkeypatch):
+    empty, joined, shifted, widths = torch.Tensor.new_empty, [], [], []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    join, shift, step = module.Batch.join, module._Slab.shift, module.Batch.step
+    monkeypatch.setattr(module.Batch, "join", lambda self, other: (joined.append(len(other.rows)), join(self, other)))
+    monkeypatch.setattr(module._Slab, "shift", lambda self, own, n: (shifted.append(own), shift(self, own, n)))
+    monkeypatch.setattr(module.Batch, "step", lambda self, m: (widths.append(len(self.rows)), step(self, m))[1])
+    model = tiny_model(kind, dtype=torch.float64)
+    rows = prompts(prefix, count=40)
+    answers = generate(model, rows, max_new_tokens=20, eos_ids=EOS, prefix=prefix, top_logprobs=3, batch_size=8)
+    for row, answer in zip(rows, answers):
+        ids, logprobs = plain(model, row, 20)
+        assert answer.ids == ids and answer.finish_reason == ("stop" if ids[-1] in EOS else "length")
+        assert (torch.tensor(answer.topk_logprobs) - logprobs.topk(3, -1).values).abs().max() <= 1e-5
+    assert sum(joined) >= 16 and shifted and max(widths) <= 8
+    assert sum(widths) / len(widths) > 5  # of 8 places; five batches that each run down to one row have 3.5
+
+
+def test_generate_counts_every_answer_once():
+    model, counted = tiny_model(), []
+    rows = prompts(count=30)
+    answers = generate(model, rows, max_new_tokens=9, eos_ids=EOS, batch_size=4, on_batch=lambda *c: counted.append(c))
+    assert [sum(c) for c in zip(*counted)] == [30, sum(len(a.ids) for a in answers)]
 
 
 def test_generate_batches_prompts_of_like_length():

@@ -1,11 +1,11 @@
-"""How fast targets are written: ours against transformers' batched generate, the same batches in turn.
+"""How fast targets are written: ours against transformers' batched generate, the same prompts in turn.
 
     python benchmarks/targets.py --teacher TEACHER --prompts FILE:FIELD [FILE:FIELD …] --examples FILE:FIELD:ANSWER
 
-Both get the same prompts in the same batches of similar length, greedy, with the same longest answer and EOS. Ours keeps
-the 16 likeliest tokens of each position beside them, generate keeps nothing. Once without and once with three worked
-examples before every prompt, which ours runs through the model once. The interval of the ratio is over batches; answers
-are compared too.
+Both get the same prompts, greedy, with the same longest answer, EOS and rows at a time: generate in batches of similar
+length, ours as it always does, and it keeps the 16 likeliest tokens of each position too, where generate keeps nothing.
+Once without and once with three worked examples before every prompt, which ours runs through the model once. Prompts are
+dealt into groups, which the two take in turn; the interval of the ratio is over groups; answers are compared too.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from fewstep.teachers.load import load_teacher
 
 RESULTS = Path(__file__).parent / "results"
 DRAWS = 2000
+GROUPS = 8
 
 
 def read(source: str) -> list[dict]:
@@ -61,8 +62,8 @@ def measure(model, prompts: list[list[int]], limit: int, eos: list[int], batch: 
     once = time.perf_counter() - start
     taken: dict[str, list[float]] = {"ours": [], "theirs": []}
     same = tokens = 0
-    for number, first in enumerate(range(0, len(order), batch)):
-        rows = [prompts[i] for i in order[first : first + batch]]
+    for number in range(GROUPS):
+        rows = [prompts[i] for i in order[number::GROUPS]]  # of every length in each group
         said = {}
         for kind in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
             start = time.perf_counter()
@@ -70,17 +71,18 @@ def measure(model, prompts: list[list[int]], limit: int, eos: list[int], batch: 
                 done = generate(model, rows, max_new_tokens=limit, eos_ids=eos, prefix=prefix, top_logprobs=16, batch_size=batch)  # fmt: skip
                 said[kind] = [g.ids for g in done]
             else:
-                said[kind] = theirs(model, rows, limit, eos)
+                parts = (rows[first : first + batch] for first in range(0, len(rows), batch))
+                said[kind] = [answer for part in parts for answer in theirs(model, part, limit, eos)]
             taken[kind].append(time.perf_counter() - start)
         same += sum(a == b for a, b in zip(said["ours"], said["theirs"]))
         tokens += sum(map(len, said["ours"]))
-        print(f"batch {number}: ours {taken['ours'][-1]:.2f} s, theirs {taken['theirs'][-1]:.2f} s", flush=True)
+        print(f"group {number}: ours {taken['ours'][-1]:.2f} s, theirs {taken['theirs'][-1]:.2f} s", flush=True)
     ours, other = (np.array(taken[kind]) for kind in ("ours", "theirs"))
     ours = ours + once / len(ours)  # the shared start is paid for once
     draws = np.random.default_rng(0).integers(0, len(ours), (DRAWS, len(ours)))
     low, high = np.quantile(other[draws].sum(1) / ours[draws].sum(1), [0.025, 0.975])
     return {
-        "prompts": len(prompts), "prompt_tokens": int(sum(map(len, prompts))), "shared_prefix_tokens": len(prefix.ids), "tokens": tokens,
+        "prompts": len(prompts), "groups": GROUPS, "prompt_tokens": int(sum(map(len, prompts))), "shared_prefix_tokens": len(prefix.ids), "tokens": tokens,
         "ratio": float(other.sum() / ours.sum()), "ci": [float(low), float(high)], "ours_tokens_per_s": float(tokens / ours.sum()),
         "theirs_tokens_per_s": float(tokens / other.sum()), "same_answers": same, "peak_memory_mb": machine.peak_memory_mb(),
     }  # fmt: skip
@@ -92,8 +94,8 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--examples", required=True, help="FILE:FIELD:ANSWER; its first three rows")
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, tokenizer = load_teacher(args.teacher, None, "float32")

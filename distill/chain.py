@@ -16,7 +16,7 @@ from fewstep.distill.recipe import Recipe
 from fewstep.errors import UserError
 from fewstep.eval.config import EVAL_VERSION, REPORT_VERSION
 from fewstep.runstore import stage_hash
-from fewstep.teachers.config import TARGETS_VERSION, PromptsConfig
+from fewstep.teachers.config import TARGETS_VERSION
 from fewstep.teachers.hf import tokenizer_fingerprint
 from fewstep.teachers.load import fingerprint_of, teacher_fingerprint
 from fewstep.teachers.prompts import Prompt, prompts_fingerprint, read_prompts
@@ -35,7 +35,7 @@ TRAINED = ("adapt", "distill")
 # Keys that came later, with the value at which they change nothing: left out of the hash where they have it, so that
 # a new key runs no finished stage again.
 LATER: dict[str, dict[str, Any]] = {
-    "teacher": {"quantize": None},
+    "teacher": {"quantize": None, "runtime": "transformers"},
     "prompts": {"decontaminate": None},
     "targets": {"samples": 1, "attempts": 1},
     "keep": {"loops": None, "refusals": True, "script": None},
@@ -75,7 +75,9 @@ def parts(recipe: Recipe) -> dict[str, dict]:
     student = recipe.student.model_dump(mode="json", exclude={"base"})
     found: dict[str, dict] = {
         "targets": {
-            "teacher": _without_later("teacher", recipe.teacher.model_dump(mode="json", include={"dtype", "quantize"})),
+            "teacher": _without_later(
+                "teacher", recipe.teacher.model_dump(mode="json", include={"dtype", "quantize", "runtime"})
+            ),
             "prompts": _without_later("prompts", recipe.prompts.model_dump(mode="json", exclude=ASKED))
             | {"source": "jsonl"},
             "targets": _targets(recipe),
@@ -148,15 +150,12 @@ def _trained(config: Any) -> dict:
 
 def evaluation_prompts(recipe: Recipe) -> list[Prompt]:
     """Return the prompts of every evaluation task."""
-    tasks = (
-        PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit) for task in recipe.eval.tasks
-    )
-    return [prompt for task in tasks for prompt in read_prompts(task)]
+    return [prompt for task in recipe.eval.tasks for prompt in read_prompts(task.prompts)]
 
 
 def _task_fingerprint(place: int, task: Any) -> str:
     try:
-        return prompts_fingerprint(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
+        return prompts_fingerprint(task.prompts)
     except UserError as error:
         raise UserError(f"eval.tasks.{place} ({task.name}): {error}") from None
 

@@ -17,8 +17,7 @@ from fewstep.errors import UserError
 from fewstep.eval import tasks_by_name
 from fewstep.runstore import require_disk
 from fewstep.students.families import PROBED
-from fewstep.teachers import endpoint
-from fewstep.teachers.config import PromptsConfig
+from fewstep.teachers import endpoint, vllm
 from fewstep.teachers.equivalence import same_tokenizer
 from fewstep.teachers.filters import check_references, make_filter
 from fewstep.teachers.hf import require_quantizer
@@ -59,6 +58,8 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
             endpoint.check(given)
             _chat_keeps_no_tools(recipe)
         require_quantizer(given.quantize)
+        if given.runtime == "vllm":
+            vllm.check(given)
         check_licence(given, licence(given))
     if "targets" in todo or "eval" in todo:
         _tools_are_shown(recipe)
@@ -69,9 +70,8 @@ def check(recipe: Recipe, stages: dict[str, Stage], runs: Path, todo: list[str])
 
 def _tools_are_shown(recipe: Recipe) -> None:
     """Encode one row for each list of tools, with the teacher's template and that of the student's base."""
-    tasks = [PromptsConfig(source="jsonl", path=t.path, field=t.field, limit=t.limit) for t in recipe.eval.tasks]
     asked = {}
-    for source in (recipe.prompts, *tasks):
+    for source in (recipe.prompts, *(task.prompts for task in recipe.eval.tasks)):
         for prompt in read_prompts(source):
             if prompt.tools:
                 asked.setdefault(json.dumps(prompt.tools), (source.place, prompt))
@@ -167,7 +167,7 @@ def _prompts_fit(recipe: Recipe, context: int | None) -> None:
     )
     answer = recipe.eval.max_new_tokens or answer
     for task in recipe.eval.tasks:
-        rows = read_prompts(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
+        rows = read_prompts(task.prompts)
         # A booking task's messages are the prompts as they stand; the teacher sees its few-shot turns here too.
         _fit(tokenizer, rows, few_shot, context, answer, f"{task.path}", "eval.max_new_tokens")
 

@@ -13,7 +13,6 @@ from fewstep.distill.config import TrainingConfig
 from fewstep.distill.memory import PROCESS_BYTES, on_device, training_memory
 from fewstep.distill.recipe import Recipe
 from fewstep.machine import GPU_FLOPS, GPU_MEMORY, cores
-from fewstep.teachers.config import PromptsConfig
 from fewstep.teachers.prompts import read_few_shot, read_prompts
 
 BYTES_PER_TOKEN = 4
@@ -235,7 +234,7 @@ def _eval(recipe: Recipe, facts: dict, num_parameters: int, gpu: bool) -> Need:
     plain = 2 + ("teacher" in config.baselines)  # the student's own AR decoding, timed in two ways, and the teacher's
     tokens, flops, forwards = 0, 0.0, 0.0
     for task in config.tasks:
-        rows = read_prompts(PromptsConfig(source="jsonl", path=task.path, field=task.field, limit=task.limit))
+        rows = read_prompts(task.prompts)
         blocks = -(-answer // recipe.student.block_size)
         batches = -(-len(rows) // config.batch_size)
         timed = min(config.speed_prompts, len(rows))

@@ -60,7 +60,9 @@ def training_memory(
     if engine.activation_checkpointing:
         kept = max(KEPT_DESPITE[kind] * kept, layers * positions * hidden * size + layer)
     wide = positions if engine.packing == "packed" else row
-    masks = 0.0 if gpu and engine.packing == "packed" else positions * wide * (1 + size)  # flex_attention's are of blocks
+    masks = (
+        0.0 if gpu and engine.packing == "packed" else positions * wide * (1 + size)
+    )  # flex_attention's are of blocks
     parts["activations"] = SLACK[kind] * kept + masks
     parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
     parts["process"] = PROCESS_BYTES[kind]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fewstep.schema import Config
+from fewstep.teachers.config import PromptsConfig
 
 EVAL_VERSION = 3  # raised whenever a change could change a figure
 REPORT_VERSION = 1  # raised when the same figures would now be shown otherwise
@@ -39,6 +40,11 @@ class TaskConfig(Config):
     path: Path = Field(description="the task's JSONL, relative to the recipe")
     field: str = Field("instruction", description="the key of a row that holds the user's message")
     limit: int | None = Field(None, ge=1)
+
+    @property
+    def prompts(self) -> PromptsConfig:
+        """Its rows, as prompts are read."""
+        return PromptsConfig(source="jsonl", path=self.path, field=self.field, limit=self.limit)
 
 
 class SamplerConfig(Config):

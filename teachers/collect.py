@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from fewstep import checkers, machine, signals
-from fewstep.chat import encode_prompt, eos_ids
+from fewstep.chat import encode_prompt
 from fewstep.errors import RunFailed, UserError
 from fewstep.progress import progress
 from fewstep.records import write_shard
 from fewstep.runstore import TEMPORARY, require_disk, write_atomic
-from fewstep.teachers import audit, endpoint
-from fewstep.teachers.batch import prefill_prefix, shared_prefix
+from fewstep.teachers import audit
+from fewstep.teachers.asking import Asked, Asking, Work, answering
+from fewstep.teachers.batch import shared_prefix
 from fewstep.teachers.config import PromptsConfig, TargetsConfig, TeacherConfig
-from fewstep.teachers.endpoint import Endpoint
-from fewstep.teachers.filters import Filter, check_references, drop_reason, make_filter
-from fewstep.teachers.generate import generate, row_seed
+from fewstep.teachers.filters import check_references, drop_reason, make_filter
 from fewstep.teachers.generation import Generation
-from fewstep.teachers.hf import load_stops
 from fewstep.teachers.load import SAVED, describe, kind_of, licence, load_for_stage, load_tokenizer
 from fewstep.teachers.prompts import (
     Prompt,
@@ -35,20 +33,8 @@ from fewstep.teachers.prompts import (
     read_prompts,
     sample_id,
     split,
-    teacher_messages,
     teacher_prompts,
 )
-
-
-@dataclass
-class Work:
-    """Everything that is known before the first answer."""
-
-    prompts: list[Prompt]
-    student_ids: list[list[int]]  # what the student will see
-    teacher_ids: list[list[int]]  # the same behind the system prompt and the examples
-    rules: Filter
-    contaminated: dict[str, str]  # id → what it shares with evaluation; these are not among `prompts`
 
 
 def run(
@@ -105,19 +91,13 @@ def run(
         _wait(lambda: saved.is_dir())
         converts = False
     missing = [i for i in missing if i % world_size == rank]
-    if missing and teacher.is_endpoint:
-        server = Endpoint(teacher, tokenizer, _stops(load_stops(*reference), tokenizer, str(base)), info["vocab_size"])
-        _same_model(folder, server)
-        asking = _of_endpoint(server, work, targets, seed)
-        _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
-    elif missing or converts:
-        model, tokenizer = load_for_stage(teacher, folder)
-        if converts:
-            _save_plain(folder, model, tokenizer)
-            model, tokenizer = load_for_stage(teacher, folder)  # from now on what a resumed run would use
-        _check_ids(work, model, teacher.model)
-        asking = _of_weights(model, _stops(model, tokenizer, teacher.model), work, targets, seed)
-        _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
+    if converts:
+        _save_plain(folder, *load_for_stage(teacher, folder))
+    if missing:
+        if saved.is_dir():  # from now on what a resumed run would use
+            tokenizer, reference = load_tokenizer(str(saved)), (str(saved), None)
+        with answering(folder, teacher, work, targets, seed, tokenizer, reference) as asking:
+            _collect(folder, asking, tokenizer, work, teacher.model, prompts, targets, missing)
     if rank > 0:
         return {}
     _wait(lambda: all(_is_there(folder, i) for i in range(len(starts))))
@@ -169,73 +149,6 @@ def prepare(
     return Work(rows, student_ids, teacher_ids, rules, shared)
 
 
-OnAnswers = Callable[[int, int], None]  # (answers, their tokens), called as they come; may raise to stop
-Asking = Callable[[list["Asked"], OnAnswers], list[Generation]]  # a teacher, whatever its kind
-
-
-def _of_weights(model: Any, stops: list[int], work: Work, targets: TargetsConfig, seed: int) -> Asking:
-    # Over all prompts, not those of a shard: the same split of the computation whatever is resumed.
-    prefix = prefill_prefix(model, shared_prefix(work.teacher_ids))
-
-    def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
-        return generate(
-            model,
-            [work.teacher_ids[a.row] for a in wanted],
-            max_new_tokens=targets.max_new_tokens,
-            eos_ids=stops,
-            prefix=prefix,
-            temperature=targets.temperature,
-            seeds=[row_seed(seed, a.key(work.prompts)) for a in wanted],
-            top_logprobs=targets.top_logprobs,
-            batch_size=targets.batch_size,
-            on_batch=on_answers,
-        )
-
-    return ask
-
-
-def _of_endpoint(server: Endpoint, work: Work, targets: TargetsConfig, seed: int) -> Asking:
-    messages = teacher_messages([prompt.messages for prompt in work.prompts], targets)
-
-    def ask(wanted: list[Asked], on_answers: OnAnswers) -> list[Generation]:
-        requests = [
-            endpoint.Ask(
-                messages[a.row],
-                work.teacher_ids[a.row],
-                targets.max_new_tokens,
-                targets.temperature,
-                row_seed(seed, a.key(work.prompts)) % 2**31,  # servers take 32 bits
-                targets.top_logprobs,
-            )
-            for a in wanted
-        ]
-        return endpoint.generate(server, requests, on_answers)
-
-    return ask
-
-
-def _same_model(folder: Path, server: Endpoint) -> None:
-    """Note the model that a server serves, and refuse to go on with another one's targets."""
-    noted = folder / "served.json"
-    before = json.loads(noted.read_text())["model"] if noted.is_file() else None
-    if before not in (None, server.served):
-        raise UserError(
-            f"teacher.model {server.url}: it serves {server.served}, and the targets in {folder} were begun with {before}; serve that "
-            "one again, or name the new one as teacher.endpoint.served to begin anew"
-        )
-    if machine.rank() == 0 and before is None:
-        write_atomic(noted, json.dumps({"model": server.served}))
-
-
-def _stops(model_or_config: Any, tokenizer: Any, name: str) -> list[int]:
-    stops = eos_ids(model_or_config, tokenizer)
-    if not stops:
-        raise UserError(
-            f"teacher.model {name}: neither its tokenizer nor its generation config names an EOS; set eos_token_id there"
-        )
-    return stops
-
-
 def _collect(
     folder: Path,
     asking: Asking,
@@ -270,20 +183,6 @@ def _collect(
             judged = _judged(ask, tokenizer, work, rows, prompts, targets)
             _write(folder, i, work, rows, judged, prompts)
             _stop_hopeless(folder, i, name, prompts, targets)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One answer that the teacher is asked for: of which prompt, which of its samples, at which attempt."""
-
-    row: int
-    sample: int
-    attempt: int
-
-    def key(self, prompts: list[Prompt]) -> str:
-        """Return what its noise depends on, beside the seed."""
-        first = sample_id(prompts[self.row].id, self.sample)
-        return first if self.attempt == 0 else f"{first} attempt {self.attempt}"
 
 
 @dataclass
@@ -422,15 +321,6 @@ def _fails(name: str, score: float, scored: int, prompts: PromptsConfig, targets
         f"teacher {name} scores {score:.3f} on its own task (checker {prompts.checker}, {scored} answers), below targets.min_score "
         f"{targets.min_score}; show it examples with targets.few_shot or choose another teacher"
     )
-
-
-def _check_ids(work: Work, model: Any, name: str) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    highest = max(max(ids) for ids in work.teacher_ids)
-    if highest >= rows:
-        raise UserError(
-            f"teacher.model {name}: its tokenizer gives id {highest}, its embedding has {rows} rows; give a checkpoint whose tokenizer fits"
-        )
 
 
 def _require_disk(folder: Path, info: dict, targets: TargetsConfig, num_prompts: int, converts: bool) -> None:

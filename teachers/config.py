@@ -41,6 +41,10 @@ class TeacherConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
+    runtime: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="what runs its weights while it answers; vllm, where installed, is faster on a GPU, and `targets.batch_size` is how many rows it takes at a time",
+    )
     quantize: Literal["int8", "int4"] | None = Field(
         None,
         description="load its linear layers with bitsandbytes in 8 bits, or in 4 (NF4); the student still starts from the full weights",
@@ -64,6 +68,13 @@ class TeacherConfig(Config):
                     else "a GGUF file is dequantised and loaded whole"
                 )
                 raise ValueError(f"{key} is {getattr(self, key)!r}, but {kind}; remove it")
+        if self.runtime == "vllm" and (self.is_endpoint or self.quantize is not None):
+            kind = (
+                "a server runs its model itself"
+                if self.is_endpoint
+                else f"quantize {self.quantize} is transformers' own"
+            )
+            raise ValueError(f"runtime is 'vllm', but {kind}; remove one of them")
         return self
 
     @property

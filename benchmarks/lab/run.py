@@ -45,11 +45,10 @@ def objectives(*parts: str) -> str:
     return f"distill.objectives={{{', '.join(parts)}}}"
 
 
-ALONE = ["distill.order=noise"]
 UNDISTILLED = ["distill=null"]
 LONGER = ["adapt.max_steps=1500", *UNDISTILLED]  # as many optimizer steps as adaptation and distillation together
-MASKS = ["adapt.noise=[0.3, 1.0]", "adapt.noise_end=[0.8, 1.0]", "adapt.suffix=0.3"]  # those of distillation
-GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER, *MASKS]
+AT_RANDOM = ["adapt.noise=[0.05, 1.0]", "adapt.noise_end=null", "adapt.suffix=0"]  # masks as adaptation usually draws them
+GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER]
 
 # Where a system runs: on all tasks with all seeds, on all tasks with one seed, on two tasks with one seed.
 ALL, ONCE, SOME = "all tasks and seeds", "all tasks, one seed", "two tasks, one seed"
@@ -59,31 +58,27 @@ SYSTEMS: dict[str, tuple[list[str], str]] = {
     "recommended": ([], ALL),
     # all of the optimizer steps are adaptation
     "undistilled, longer": (LONGER, ONCE),
-    # … with the masks that distillation draws
-    "distilled from the start": ([*LONGER, *MASKS], ONCE),
     # the AR model tuned on the same targets, and nothing else
     "AR tuned": (["adapt.objectives={ar: 1.0}", *LONGER, "eval.samplers=[{name: fixed, steps: 16}]"], ONCE),
     # the teacher untouched: adapters on noisy positions alone
     "gated LoRA, rank 64": ([*GATED, "adapt.lora={rank: 64, gated: true}"], ONCE),
-    # each objective alone beside ce and ar, masks at random
-    "ce alone": ([*ALONE, objectives(CE)], SOME),
-    "ce + kd": ([*ALONE, objectives(CE, "kd: 0.5")], SOME),
-    "ce + kd, reverse": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: reverse}")], SOME),
-    "ce + kd, total variation": ([*ALONE, objectives(CE, "kd: {weight: 0.5, divergence: total_variation}")], SOME),
-    "ce + certainty": ([*ALONE, objectives(CE, CERTAINTY)], SOME),
-    "ce + consistency": ([*ALONE, objectives(CE, "consistency: 1.0")], SOME),
+    # each objective alone beside ce and ar; with certainty it is the recommended recipe
+    "ce alone": ([objectives(CE)], SOME),
+    "ce + kd": ([objectives(CE, "kd: 0.5")], SOME),
+    "ce + kd, reverse": ([objectives(CE, "kd: {weight: 0.5, divergence: reverse}")], SOME),
+    "ce + kd, total variation": ([objectives(CE, "kd: {weight: 0.5, divergence: total_variation}")], SOME),
+    "ce + consistency": ([objectives(CE, "consistency: 1.0")], SOME),
     "ce + correction": (
-        [*ALONE, "distill.guess=0.5", objectives(CE, "correction: 1.0"),
+        ["distill.guess=0.5", objectives(CE, "correction: 1.0"),
          f"eval.samplers=[{CURVE}, {{name: edit, threshold: 0.8, rewrite: 0.9}}, {{name: verify}}]"], SOME),
     "ce, order by trajectory": (["distill.order=trajectory", "distill.order_share=1.0", objectives(CE)], SOME),
     "ce, order by nll": (["distill.order=nll", "distill.order_share=1.0", objectives(CE)], SOME),
-    "ce, on-policy rounds": ([*ALONE, "distill.on_policy={rounds: 3, prompts: 600}", objectives(CE)], SOME),
-    # the recommended recipe without one of its parts
-    "recommended − kd": ([objectives(CE, CERTAINTY)], SOME),
-    "recommended − certainty": ([objectives(CE, "kd: 0.3")], SOME),
-    "recommended − order": (["distill.order=noise"], SOME),
-    "recommended − suffix masks": (["distill.suffix=0"], SOME),
-    "recommended − curriculum": (["distill.noise_end=null"], SOME),
+    "ce, on-policy rounds": (["distill.on_policy={rounds: 3, prompts: 600}", objectives(CE)], SOME),
+    # the recommended recipe with one part more, or one less
+    "recommended + kd": ([objectives(CE, CERTAINTY, "kd: 0.3")], SOME),
+    "recommended − suffix masks": (["adapt.suffix=0", "distill.suffix=0"], SOME),
+    "recommended − curriculum": (["adapt.noise_end=null", "distill.noise_end=null"], SOME),
+    "recommended − masks in adaptation": (AT_RANDOM, SOME),
     # other adaptations, undistilled: adapters for 1,500 steps, beside `undistilled, longer`; the others for 600
     "LoRA, rank 64": (["adapt.lora={rank: 64}", "adapt.learning_rate=3e-3", *LONGER], SOME),
     "gated LoRA, rank 16": ([*GATED, "adapt.lora={rank: 16, gated: true}"], SOME),

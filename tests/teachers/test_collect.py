@@ -8,7 +8,7 @@ from tiny import VOCAB, save_tiny, tiny_tokenizer
 from fewstep.chat import encode_prompt
 from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.records import read_rows
-from fewstep.teachers import collect
+from fewstep.teachers import asking, collect
 from fewstep.teachers.config import KeepConfig, PromptsConfig, TargetsConfig, TeacherConfig
 from fewstep.teachers.filters import drop_reason, make_filter
 from fewstep.teachers.generation import Generation
@@ -68,7 +68,7 @@ def answering(monkeypatch, answer):
             )
         return out
 
-    monkeypatch.setattr(collect, "generate", fake)
+    monkeypatch.setattr(asking, "generate", fake)
 
 
 def test_run_writes_rows_in_prompt_order_with_facts_that_agree(tmp_path, teacher):
@@ -126,7 +126,7 @@ def test_run_resumed_equals_undisturbed(tmp_path, teacher, monkeypatch, temperat
     assert collect.run(broken, teacher, source, config, seed=1) == summary
     assert calls == [range(4, 8), range(8, 11)]  # the first shard was not answered again
     assert read_rows(broken) == read_rows(whole)
-    monkeypatch.setattr(collect, "load_for_stage", lambda *_: pytest.fail("a complete folder needs no weights"))
+    monkeypatch.setattr(asking, "load_for_stage", lambda *_: pytest.fail("a complete folder needs no weights"))
     assert collect.run(broken, teacher, source, config, seed=1) == summary
 
 
@@ -159,14 +159,14 @@ def test_run_shows_examples_to_the_teacher_only(tmp_path, teacher, monkeypatch):
     few.write_text('{"user": "Q1", "assistant": "A1"}\n')
     config = settings(few_shot=few, system_prompt="Be a clerk.")
     asked, prefixes = [], []
-    real = collect.generate
+    real = asking.generate
 
     def spy(model, rows, **kwargs):
         asked.extend(rows)
         prefixes.append(kwargs["prefix"].ids)
         return real(model, rows, **kwargs)
 
-    monkeypatch.setattr(collect, "generate", spy)
+    monkeypatch.setattr(asking, "generate", spy)
     summary = collect.run(folder(tmp_path, "t"), teacher, prompts(tmp_path, texts(3)), config, seed=0)
     tokenizer = tiny_tokenizer()
     head = "<|im_start|>system\nBe a clerk.<|im_end|>\n<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
@@ -254,7 +254,7 @@ def test_run_does_not_go_on_with_a_hopeless_teacher(tmp_path, teacher, monkeypat
 
 
 def test_run_refuses_prompts_beyond_the_context_before_any_work(tmp_path, teacher, monkeypatch):
-    monkeypatch.setattr(collect, "load_for_stage", lambda *_: pytest.fail("no weights are needed to see this"))
+    monkeypatch.setattr(asking, "load_for_stage", lambda *_: pytest.fail("no weights are needed to see this"))
     source = prompts(tmp_path, ["short", "x" * 484, "y" * 490])
     with pytest.raises(
         UserError,
@@ -290,7 +290,7 @@ def test_run_refuses_a_checker_without_references(tmp_path, teacher):
 
 def test_run_refuses_a_full_disk_before_any_work(tmp_path, teacher, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})())
-    monkeypatch.setattr(collect, "load_for_stage", lambda *_: pytest.fail("no weights are needed to see this"))
+    monkeypatch.setattr(asking, "load_for_stage", lambda *_: pytest.fail("no weights are needed to see this"))
     with pytest.raises(UserError, match="targets needs"):
         collect.run(folder(tmp_path, "t"), teacher, prompts(tmp_path, texts()), settings(), seed=0)
 

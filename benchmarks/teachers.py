@@ -1,7 +1,8 @@
-"""Ask a running OpenAI-compatible server and the same weights at hand for the same targets, and compare them.
+"""Are targets the same whatever runs the teacher: a server, vLLM in this process, and the same weights under transformers?
 
     llama-server -m teacher-f32.gguf -c 8192 -np 4 -ctk f32 -ctv f32 -fa off --port 8099
-    python benchmarks/endpoint.py http://127.0.0.1:8099/v1 --base FOLDER --prompts questions.jsonl --field turns
+    python benchmarks/teachers.py http://127.0.0.1:8099/v1 --name llama.cpp --base FOLDER --prompts questions.jsonl --field turns
+    python benchmarks/teachers.py vllm --name vllm --base FOLDER --prompts questions.jsonl --field turns
 
 `--base` is the checkpoint that the server runs. Both answer greedily; log-probabilities are compared at every token up
 to the first at which the texts part.
@@ -59,12 +60,13 @@ def compare(ours: list[dict], theirs: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url")
+    parser.add_argument("what", help="the URL of a server, or vllm: its engine in this process")
     parser.add_argument("--base", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--field", default="instruction")
     parser.add_argument("--limit", type=int, default=24)
-    parser.add_argument("--server", default="", help="what the server is, for the record")
+    parser.add_argument("--name", required=True, help="of the result: benchmarks/results/teacher-NAME.json")
+    parser.add_argument("--versions", default="", help="of the server, for the record")
     args = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,13 +75,22 @@ def main() -> None:
         file.write_text("\n".join(json.dumps({"instruction": r if isinstance(r, str) else r[0]}) for r in rows))
         prompts = PromptsConfig(path=file, held_out=0.0)
         ours, seconds = ask(Path(scratch) / "ours", TeacherConfig(model=args.base, dtype="float32"), prompts)
-        for api in ("completions", "chat"):
-            teacher = TeacherConfig(model=args.url, acknowledge="measured", endpoint={"api": api, "concurrency": 4})  # type: ignore[arg-type]
-            theirs, took = ask(Path(scratch) / api, teacher, prompts, args.base)
-            found.append({"api": api, **compare(ours, theirs), "seconds": took, "seconds_at_hand": seconds})
+        ways: dict[str, TeacherConfig] = {
+            api: TeacherConfig(model=args.what, acknowledge="measured", endpoint={"api": api, "concurrency": 4})  # type: ignore[arg-type]
+            for api in ("completions", "chat")
+        }
+        if args.what == "vllm":
+            ways = {"in process": TeacherConfig(model=args.base, dtype="float32", runtime="vllm")}
+        for way, teacher in ways.items():
+            theirs, took = ask(Path(scratch) / way, teacher, prompts, args.base)
+            found.append({"way": way, **compare(ours, theirs), "seconds": took, "seconds_at_hand": seconds})
             print(found[-1], flush=True)
-    kept = {"command": f"python benchmarks/endpoint.py {args.url} --base {Path(args.base).name} --prompts {args.prompts.name} --field {args.field} --limit {args.limit}", "server": args.server, "base": Path(args.base).name, "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": found}  # fmt: skip
-    write_atomic(RESULTS / "endpoint.json", json.dumps(kept, indent=1) + "\n")
+    command = (
+        f"python benchmarks/teachers.py {args.what} --name {args.name} --base {Path(args.base).name} "
+        f"--prompts {args.prompts.name} --field {args.field} --limit {args.limit}"
+    )
+    kept = {"command": command, "server": args.versions, "base": Path(args.base).name, "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": found}  # fmt: skip
+    write_atomic(RESULTS / f"teacher-{args.name}.json", json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -257,7 +257,9 @@ def attention_masks(model, batch: Batch, attention: str):
         rule, shape, pos = sees(batch, attention), batch.ids.shape, batch.pos
 
         def near(window: int):
-            return block_mask(lambda b, h, q, k: rule(b, h, q, k) & (pos[b, q] - pos[b, k] < window), *shape, pos.device)
+            return block_mask(
+                lambda b, h, q, k: rule(b, h, q, k) & (pos[b, q] - pos[b, k] < window), *shape, pos.device
+            )
 
         return by_layer(config, lambda: block_mask(rule, *shape, pos.device), near)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -57,6 +57,7 @@ class Engine:
                 model=str(folder), dtype=dtype, max_model_len=length, max_num_seqs=rows, max_logprobs=max(1, top_logprobs), seed=0,
                 tensor_parallel_size=gpus if teacher.device_map == "auto" and gpus else 1, generation_config="vllm",
                 logprobs_mode="raw_logprobs", skip_tokenizer_init=True, disable_log_stats=True, enforce_eager=not gpus,
+                **({} if gpus else {"gpu_memory_utilization": 0.5}),  # on a CPU a share of all its memory
             ).llm_engine  # fmt: skip
         except Exception as error:  # a model that it has no code for, or that does not fit
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

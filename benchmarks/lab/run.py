@@ -47,7 +47,11 @@ def objectives(*parts: str) -> str:
 
 UNDISTILLED = ["distill=null"]
 LONGER = ["adapt.max_steps=1500", *UNDISTILLED]  # as many optimizer steps as adaptation and distillation together
-AT_RANDOM = ["adapt.noise=[0.05, 1.0]", "adapt.noise_end=null", "adapt.suffix=0"]  # masks as adaptation usually draws them
+AT_RANDOM = [
+    "adapt.noise=[0.05, 1.0]",
+    "adapt.noise_end=null",
+    "adapt.suffix=0",
+]  # masks as adaptation usually draws them
 GATED = ["adapt.objectives={ce: 1.0}", "adapt.learning_rate=3e-3", *LONGER]
 
 # Where a system runs: on all tasks with all seeds, on all tasks with one seed, on two tasks with one seed.

@@ -13,8 +13,8 @@ from torch import nn
 from fewstep.distill.objectives.rows import Rows, masked
 from fewstep.distill.states import guess
 from fewstep.errors import UserError
-from fewstep.kernels.linear_rows_loss import CHUNK_ROWS, head_logits, linear_rows_loss
-from fewstep.students.decoding.sampling import argmax
+from fewstep.kernels.linear_rows_loss import head_logits, linear_rows_loss
+from fewstep.kernels.lm_head_stats import lm_head_stats
 from fewstep.students.layout import Batch, body_hidden
 
 NOISE_LEVELS = 4
@@ -98,8 +98,9 @@ class Trainee(nn.Module):
     @torch.no_grad()
     def _guess(self, batch: Batch) -> torch.Tensor:
         """Return [G] int64, the most likely token of every row that is to be guessed."""
-        parts = self._hidden(batch)[batch.guessed].split(CHUNK_ROWS)
-        return torch.cat([argmax(self._without_mask(head_logits(part, **self._head()))) for part in parts])
+        hidden, mask = self._hidden(batch)[batch.guessed], self.mask_token_id
+        head = self._head()
+        return lm_head_stats(hidden, mask_id=mask if mask < len(head["weight"]) else None, entropy=False, **head).argmax
 
     def _head(self) -> dict:
         """Return what turns hidden rows into logits, as `linear_rows_loss` takes it."""

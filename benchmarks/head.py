@@ -1,0 +1,75 @@
+"""What a sampler asks of the output head, against the head's matrix product alone and against all logits at once.
+
+    python benchmarks/head.py --threads 1
+
+The three take turns, the same rows each time; the ratio is the median over rounds, with the middle half of them. The
+head is of SmolLM2-135M's shape (V = 49,152, D = 576).
+"""
+
+import argparse
+import json
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fewstep import machine
+from fewstep.kernels.lm_head_stats import lm_head_stats
+from fewstep.runstore import write_atomic
+
+RESULTS = Path(__file__).parent / "results"
+V, D = 49_152, 576
+
+
+def naive(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what is asked for, from all logits: probability, token, second largest, entropy."""
+    logits = hidden @ weight.T
+    logp = logits.log_softmax(-1)
+    top = logp.topk(2, -1)
+    return top.values.exp(), top.indices, -(logp.exp() * logp).sum(-1)
+
+
+@torch.inference_mode()
+def measure(rows: int, rounds: int) -> dict:
+    torch.manual_seed(rows)
+    hidden, weight = torch.randn(rows, D), torch.randn(V, D) * 0.05
+    ways = {
+        "product": lambda: hidden @ weight.T,
+        "statistics": lambda: lm_head_stats(hidden, weight),
+        "without entropy": lambda: lm_head_stats(hidden, weight, entropy=False),
+        "all logits": lambda: naive(hidden, weight),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 2):
+        order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        for name in order:
+            start = time.perf_counter()
+            ways[name]()
+            taken[name].append(time.perf_counter() - start)
+    seconds = {name: np.array(times[2:]) for name, times in taken.items()}
+    found: dict = {"rows": rows, "product_ms": float(np.median(seconds["product"]) * 1e3)}
+    for name in list(ways)[1:]:
+        ratio = seconds[name] / seconds["product"]
+        found[name] = [float(np.median(ratio)), *(float(q) for q in np.quantile(ratio, [0.25, 0.75]))]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = []
+    for rows in (1, 4, 16, 32, 64):
+        found.append(measure(rows, args.rounds))
+        print({k: [round(x, 3) for x in v] if isinstance(v, list) else v for k, v in found[-1].items()}, flush=True)
+    command = f"python benchmarks/head.py --threads {args.threads} --rounds {args.rounds}"
+    kept = {"command": command, "date": str(date.today()), "commit": machine.commit(), "hardware": machine.hardware(), "versions": machine.versions(), "rows": found}  # fmt: skip
+    write_atomic(RESULTS / "head.json", json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from fewstep.distill.states import guess
 from fewstep.errors import UserError
 from fewstep.kernels.linear_rows_loss import head_logits, linear_rows_loss
 from fewstep.kernels.lm_head_stats import lm_head_stats
+from fewstep.students.head import head_of
 from fewstep.students.layout import Batch, body_hidden
 
 NOISE_LEVELS = 4
@@ -78,7 +79,7 @@ class Trainee(nn.Module):
             chunk = Rows(self._without_mask(logits), **{f: getattr(batch, f)[rows] for f in _OF_BATCH})
             if later is not None:
                 with torch.no_grad():
-                    chunk.later = self._without_mask(head_logits(later[rows], **self._head()))
+                    chunk.later = self._without_mask(head_logits(later[rows], **head_of(self.model)))
             total = logits.new_zeros(())
             for name, objective in self.objectives.items():
                 part = (objective.weights(chunk) * objective.loss(chunk, self.settings[name])).sum()
@@ -89,7 +90,7 @@ class Trainee(nn.Module):
             # every row's logits take part, so that a step without an active objective still has a gradient of zero
             return total + 0.0 * chunk.nll.sum()
 
-        return linear_rows_loss(hidden, loss_fn=of_chunk, **self._head()), sums
+        return linear_rows_loss(hidden, loss_fn=of_chunk, **head_of(self.model)), sums
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """Return [R, D], the supervised rows after the final norm."""
@@ -99,20 +100,8 @@ class Trainee(nn.Module):
     def _guess(self, batch: Batch) -> torch.Tensor:
         """Return [G] int64, the most likely token of every row that is to be guessed."""
         hidden, mask = self._hidden(batch)[batch.guessed], self.mask_token_id
-        head = self._head()
+        head = head_of(self.model)
         return lm_head_stats(hidden, mask_id=mask if mask < len(head["weight"]) else None, entropy=False, **head).argmax
-
-    def _head(self) -> dict:
-        """Return what turns hidden rows into logits, as `linear_rows_loss` takes it."""
-        head = self.model.get_output_embeddings()
-        head = getattr(head, "original_module", head)
-        config = self.model.config.get_text_config()
-        return {
-            "weight": head.weight,
-            "bias": getattr(head, "bias", None),
-            "softcap": getattr(config, "final_logit_softcapping", None),
-            "scale": _logit_scale(config),
-        }
 
     def _without_mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits with the mask token, where it is one of their columns, at -inf."""
@@ -147,9 +136,3 @@ def coefficients(settings: dict, totals: dict[str, float], progress: float) -> d
         progress: share of the stage's steps done, in [0, 1].
     """
     return {name: settings[name].at(progress) / total if total else 0.0 for name, total in totals.items()}
-
-
-def _logit_scale(config) -> float:
-    if getattr(config, "logits_scaling", None):  # Granite divides
-        return 1.0 / config.logits_scaling
-    return getattr(config, "logit_scale", None) or 1.0  # Cohere multiplies

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from fewstep.errors import UserError
 from fewstep.students.config import StudentConfig
 from fewstep.students.decoding.gated import GatedEmbedding, GatedLinear, load_adapter, save_adapter
+from fewstep.students.head import attach
 
 FACTS_VERSION = 1
 ALIGNMENTS = ("same_position", "shifted")  # a noisy position predicts its own token, or the one after it
@@ -86,7 +87,8 @@ def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):
         )
     if facts.get("adapter") == "gated":
         load_adapter(model, Path(folder) / "fewstep_adapter")
-    return model.eval(), tokenizer
+    attach(model.eval())
+    return model, tokenizer
 
 
 def unused_token(model, tokenizer) -> int | None:

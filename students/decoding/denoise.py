@@ -36,11 +36,8 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
         noisy = [b.ids + [mask] * (r.remaining - len(b.ids) if whole_canvas else 0) for r, b in zip(active, current)]
         for row, x in zip(active, noisy):
             row.count(len(row.pending) + len(x))
-        logits = forward([r.length for r in active], [r.pending for r in active], noisy, keep=max(map(len, noisy)))
-        S = max(len(b.ids) for b in current)
-        logits = logits[:, :S]  # [B, S, V]; the canvas beyond the block is context only
-        draft = _draft(logits, active, current, mask, everywhere=sampler.rewrite)
-        values = {name: _column(value, active, logits) for name, value in settings.items()}
+        draft = _draft(forward, active, current, noisy, mask, sampler)
+        values = {name: _column(value, active, draft.probability) for name, value in settings.items()}
         if sampler.stays is not None:
             _follow(draft, current, sampler, values)
         commit = sampler.select(draft, **values) & draft.candidates
@@ -70,30 +67,44 @@ def denoise(forward: Forward, rows: list[Row], block_size: int, sampler: Sampler
                 forward.cache.keep(kept)
 
 
-def _draft(logits: torch.Tensor, rows: list[Row], blocks: list["_Block"], mask: int, everywhere: bool) -> Draft:
+def _draft(forward: Forward, rows: list[Row], blocks: list["_Block"], noisy: list[list[int]], mask: int, sampler: Sampler) -> Draft:  # fmt: skip
     """Return what the sampler sees: drawn where a row has a temperature, the most likely tokens elsewhere.
 
-    Args:
-        everywhere: look at positions that are no candidates too; if not, token and probability are 0 there.
+    Token and probability are 0 where no candidate is, unless the sampler rewrites what is decided. Nothing is asked of
+    the canvas beyond the block, which is context only.
     """
-    S, device = logits.shape[1], logits.device
+    S, keep, device = max(len(b.ids) for b in blocks), max(map(len, noisy)), forward.device
     may = [b.candidates(r.eos, S) for r, b in zip(rows, blocks)]
     candidates = torch.tensor(may, device=device)
-    if everywhere or all(map(all, may)):
-        token, probability = most_likely(logits)  # [B, S]
-    else:  # the rest of a block need not pay for a softmax over the vocabulary
-        at = torch.tensor([(i, j) for i, row in enumerate(may) for j in range(S) if row[j]], device=device).unbind(1)
-        token, probability = torch.zeros_like(candidates, dtype=torch.int64), logits.new_zeros(candidates.shape)
-        token[at], probability[at] = most_likely(logits[at])
-    for i, (row, block) in enumerate(zip(rows, blocks)):
-        if row.temperature > 0:
-            places = candidates[i].nonzero().flatten()
-            for j, p in zip(places.tolist(), distribution(logits[i, places], row.temperature, row.top_p)):
-                token[i, j] = draw(p, row.seed, row.position + j, block.step)
-                probability[i, j] = logits[i, j].softmax(-1)[token[i, j]]
+    at = torch.ones_like(candidates) if sampler.rewrite else candidates
+    token, probability = torch.zeros_like(candidates, dtype=torch.int64), torch.zeros(candidates.shape, device=device)
+    asked = [r.length for r in rows], [r.pending for r in rows], noisy, keep
+    lean = forward.head is not None and sampler.stays is None and all(row.temperature == 0 for row in rows)
+    if lean:
+        beyond = torch.zeros(len(rows), keep - S, dtype=torch.bool, device=device)
+        said, logits = forward.likely(*asked, torch.cat([at, beyond], 1), sampler.reads == "entropy"), None
+        token[at], probability[at] = said.token, said.probability.to(probability.dtype)
+    else:
+        said, logits = None, forward(*asked)[:, :S]  # [B, S, V]
+        probability = probability.to(logits.dtype)
+        if bool(at.all()):
+            token, probability = most_likely(logits)
+        else:  # the rest of a block need not pay for a softmax over the vocabulary
+            token[at], probability[at] = most_likely(logits[at])
+        for i, (row, block) in enumerate(zip(rows, blocks)):
+            if row.temperature > 0:
+                places = candidates[i].nonzero().flatten()
+                for j, p in zip(places.tolist(), distribution(logits[i, places], row.temperature, row.top_p)):
+                    token[i, j] = draw(p, row.seed, row.position + j, block.step)
+                    probability[i, j] = logits[i, j].softmax(-1)[token[i, j]]
     ids = torch.tensor([b.ids + [mask] * (S - len(b.ids)) for b in blocks], device=device)
     step, size = torch.tensor([[b.step, len(b.ids)] for b in blocks], device=device).T
-    return Draft(logits, token, probability, candidates, ids, ids != mask, step, size)
+    draft = Draft(logits, token, probability, candidates, ids, ids != mask, step, size)
+    if said is not None and sampler.reads:
+        value = torch.full(candidates.shape, torch.inf if sampler.reads == "entropy" else -torch.inf, device=device)
+        value[at] = getattr(said, sampler.reads).to(value.dtype)
+        setattr(draft, sampler.reads, value)
+    return draft
 
 
 def _column(value, rows: list[Row], like: torch.Tensor) -> torch.Tensor:

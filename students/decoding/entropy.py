@@ -19,4 +19,4 @@ def select(draft: Draft, gamma):
     return torch.zeros_like(within).scatter(-1, place, within)
 
 
-ENTROPY = Sampler("entropy", {"gamma": Setting(0.1, 0.0)}, select)
+ENTROPY = Sampler("entropy", {"gamma": Setting(0.1, 0.0)}, select, reads="entropy")

@@ -20,7 +20,8 @@ class Forward:
     """Run a model on clean and noisy tokens of several rows, growing their cache.
 
     Args:
-        model: a causal LM in eval mode; `model.config.fewstep` names pattern and mask token.
+        model: a causal LM in eval mode; `model.config.fewstep` names pattern and mask token. Where it carries a
+            `fewstep_head` (fewstep's students/head.py), `likely` asks that instead of all logits.
         capacity: the most positions that any row will reach.
 
     Raises:
@@ -45,6 +46,8 @@ class Forward:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         takes = inspect.signature(type(model).forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"
+        head = getattr(model, "fewstep_head", None)
+        self.head = head if self.device.type == "cpu" and not self.shifted else None
 
     @torch.no_grad()
     def __call__(self, starts: list[int], clean: list[list[int]], noisy: list[list[int]], keep: int) -> torch.Tensor:
@@ -61,6 +64,24 @@ class Forward:
             noisy ones to the left end of the last S; what pads them holds no meaning. A noisy query's
             are of its own position, whatever the alignment.
         """
+        C, S = max(map(len, clean)), max(map(len, noisy))
+        wanted = max(keep, min(S + 1, C + S)) if self.shifted else keep
+        logits = self._run(self.model, starts, clean, noisy, logits_to_keep=wanted).logits.float()
+        if self.mask_token_id is not None and self.mask_token_id < logits.shape[-1]:
+            logits[..., self.mask_token_id] = -torch.inf
+        return self._own_positions(logits, clean, S)[:, -keep:] if self.shifted else logits
+
+    @torch.no_grad()
+    def likely(self, starts, clean, noisy, keep: int, at: torch.Tensor | None = None, entropy: bool = False):
+        """Return what `head` says of the last `keep` queries, or of those of them where `at` [B, keep] is true.
+
+        Its token, probability, entropy and margin are [n], the queries in their order; logits never exist as [n, V].
+        """
+        hidden = self._run(self.model.base_model, starts, clean, noisy).last_hidden_state[:, -keep:]
+        return self.head(self.model, hidden.flatten(0, 1) if at is None else hidden[at], self.mask_token_id, entropy)
+
+    def _run(self, module, starts: list[int], clean: list[list[int]], noisy: list[list[int]], **more):
+        """Run the model, or its body alone, over the tokens."""
         C, S = max(map(len, clean)), max(map(len, noisy))
         trash = self.cache.trash
         ids, slots, limits = [], [], []
@@ -85,18 +106,14 @@ class Forward:
         allow = keys < limits[:, :, None]  # [B, Q, K]
         masks = layer_masks(self.config, allow, positions, keys.expand(len(ids), -1), self.dtype)
         with noisy_positions(self.model, S):
-            out = self.model(
+            return module(
                 input_ids=torch.tensor(ids, device=self.device),
                 attention_mask=masks,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=max(keep, min(S + 1, C + S)) if self.shifted else keep,
                 **{self.cache_name: self.cache},
+                **more,
             )
-        logits = out.logits.float()
-        if self.mask_token_id is not None and self.mask_token_id < logits.shape[-1]:
-            logits[..., self.mask_token_id] = -torch.inf
-        return self._own_positions(logits, clean, S)[:, -keep:] if self.shifted else logits
 
     def _own_positions(self, logits: torch.Tensor, clean: list[list[int]], S: int) -> torch.Tensor:
         """Return shifted logits with every noisy query's own: those of the query before, the first's of the last clean token.

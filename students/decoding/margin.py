@@ -8,8 +8,7 @@ def select(draft: Draft, margin):
 
     Source: top probability margin (Kim et al., Train for the worst, plan for the best), as a threshold.
     """
-    best = draft.logprobs.topk(2, dim=-1).values.exp()  # [B, S, 2]
-    return best[..., 0] - best[..., 1] >= margin
+    return draft.margin >= margin
 
 
-MARGIN = Sampler("margin", {"margin": Setting(0.8, 0.0, 1.0)}, select)
+MARGIN = Sampler("margin", {"margin": Setting(0.8, 0.0, 1.0)}, select, reads="margin")

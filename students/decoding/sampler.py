@@ -42,6 +42,7 @@ class Setting:
 class Draft:
     """One step of every active row's block.
 
+    logits: [B, S, V] f32, or None where the head said what is asked of them: then `entropy` and `margin` are given.
     token: [B, S] int64, the token that would be committed: the most likely one, or at a candidate one drawn.
     probability: [B, S] f32, the student's probability of `token`. Where no candidate is, both are 0 and mean
     nothing, but for a sampler that rewrites.
@@ -77,6 +78,12 @@ class Draft:
         return (-terms.sum(-1)).masked_fill(~self.candidates, torch.inf)
 
     @cached_property
+    def margin(self) -> torch.Tensor:
+        """[B, S] f32, how far the largest probability is above the second."""
+        best = self.logprobs.topk(2, dim=-1).values.exp()  # [B, S, 2]
+        return best[..., 0] - best[..., 1]
+
+    @cached_property
     def rank(self) -> torch.Tensor:
         """[B, S] int64, 0 for a row's most confident candidate; ties go to the left."""
         return self.confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
@@ -93,6 +100,7 @@ class Sampler:
     settings: name → range and default.
     select: which candidates to commit; where it chooses none, the most confident one is.
     revise: which decided positions change: `rewrite` gives them `draft.token`, else they are masked again.
+    reads: "entropy" or "margin", where `select` reads that of the draft.
     stays: [B, S] bool from draft and settings, counted into `draft.stable` while it holds; needs `draft.previous`.
     """
 
@@ -101,4 +109,5 @@ class Sampler:
     select: Select
     revise: Select | None = None
     rewrite: bool = False
+    reads: str = ""
     stays: Select | None = None

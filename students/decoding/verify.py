@@ -58,8 +58,14 @@ def verify(forward: Forward, rows: list[Row], block_size: int) -> None:
         C, S = max(map(len, clean)), max(map(len, noisy))
         # right-aligned clean tokens: at prefill only each row's last prompt token is read
         keep = S + (1 if prefill else C)
-        logits = forward([r.length for r in active], clean, noisy, keep=keep)
-        token, confidence = (t.tolist() for t in most_likely(logits))  # [B, keep]
+        asked = [r.length for r in active], clean, noisy, keep
+        if forward.head is not None and all(row.temperature == 0 for row in active):
+            said, logits = forward.likely(*asked), [None] * len(active)
+            found = said.token.view(-1, keep), said.probability.view(-1, keep)
+        else:
+            logits = forward(*asked)
+            found = most_likely(logits)
+        token, confidence = (t.tolist() for t in found)  # [B, keep]
         for i, row in enumerate(active):
             drafted = _Drafted() if not noisy[i] else _propose(row, logits[i], token[i], keep - S, len(noisy[i]))
             if redraft[row.index]:
@@ -118,11 +124,11 @@ class _Drafted:
         return _Drafted(self.ids[: max(0, min(end, room))], self.q)
 
 
-def _propose(row: Row, logits: torch.Tensor, token: list[int], first: int, count: int) -> _Drafted:
+def _propose(row: Row, logits: torch.Tensor | None, token: list[int], first: int, count: int) -> _Drafted:
     """Return the draft behind the anchor: the tokens of `count` noisy queries from `first` on, but the anchor's own.
 
     Args:
-        logits: [keep, V]; token: [keep] most likely tokens.
+        logits: [keep, V], or None where nothing is drawn; token: [keep] most likely tokens.
     """
     if row.temperature == 0:
         return _Drafted(token[first + 1 : first + count])

@@ -94,7 +94,7 @@ def _gym(dataset: str, **settings) -> Callable[[random.Random], dict]:
 
 # --- The tasks ----------------------------------------------------------------------------------
 
-_sorting = _gym("number_sorting", min_numbers=7, max_numbers=9, max_decimals=0, min_value=0, max_value=99)
+_sorting = _gym("number_sorting", min_numbers=5, max_numbers=7, max_decimals=0, min_value=0, max_value=99)
 _reversing = _gym("word_sequence_reversal", min_words=5, max_words=7)
 _bases = _gym("base_conversion", min_base=3, max_base=6, min_value=100, max_value=9999)
 _bits = _gym("count_bits", min_n=300, max_n=9999)

@@ -22,7 +22,7 @@ from fewstep import machine
 from fewstep.kernels import block_mask
 from fewstep.kernels import linear_rows_loss as rows_loss
 from fewstep.runstore import write_atomic
-from fewstep.students.convert import attention_implementation, attention_of
+from fewstep.students.attention import attention_implementation, attention_of
 from fewstep.students.decoding import decode
 from fewstep.students.decoding.forward import Forward
 from fewstep.students.layout import Example, block_index, body_hidden, build_batch, filled_length

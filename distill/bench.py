@@ -147,7 +147,7 @@ def _counting(contestant: Contestant, model: Any, forwards: dict[str, dict[int, 
         def count(*_: Any) -> None:
             counts[i] += 1
 
-        hook = model.register_forward_pre_hook(count)
+        hook = model.base_model.register_forward_pre_hook(count)
         try:
             return inner(i)
         finally:

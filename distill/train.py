@@ -33,8 +33,9 @@ from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.kernels import block_mask
 from fewstep.progress import progress
 from fewstep.signals import stop_requested
+from fewstep.students.attention import attention_of
 from fewstep.students.config import StudentConfig
-from fewstep.students.convert import attention_of, load_causal_lm, load_student, make_student, save_student
+from fewstep.students.convert import load_causal_lm, load_student, make_student, save_student
 from fewstep.students.decoding import decode
 from fewstep.students.layout import Batch, build_batch
 from fewstep.students.lora import Adapter, apply_lora

@@ -153,7 +153,7 @@ class Worker:
             if self._stopping or all(row.closed for row in rows):
                 raise _Enough
 
-        hook = self._model.register_forward_pre_hook(count)
+        hook = self._model.base_model.register_forward_pre_hook(count)
         try:
             decoded = decode(
                 self._model,

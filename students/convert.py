@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from fewstep.errors import UserError
+from fewstep.students.attention import attention_implementation
 from fewstep.students.config import StudentConfig
 from fewstep.students.decoding.gated import GatedEmbedding, GatedLinear, load_adapter, save_adapter
 from fewstep.students.head import attach
@@ -41,28 +41,6 @@ def load_causal_lm(folder: str | Path, dtype: torch.dtype = torch.float32):
             f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path"
         ) from None
     return model.eval(), tokenizer
-
-
-def attention_implementation(config) -> str:
-    """Return the fastest implementation that honours this checkpoint's masks: "sdpa", or "eager" where that refuses.
-
-    sdpa takes no soft-capped scores, and some classes (attention sinks, ALiBi) have no code for it.
-    """
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return "eager"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
-
-
-@contextmanager
-def attention_of(model, implementation: str):
-    """Let the model's layers use another attention implementation for a while."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def load_student(folder: str | Path, dtype: torch.dtype = torch.float32):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fewstep.students.convert import attention_implementation
+from fewstep.students.attention import attention_implementation
 from fewstep.students.layout import CLEAN, Example, body_hidden, build_batch
 
 PROMPT, RESPONSE, BLOCK = 5, 8, 4

@@ -88,7 +88,7 @@ def test_stopped_answer_ends_the_decoding(worker, student):
     model, forwards = student[0], []
     _, text = expected(student, Sampling("ar", 200))
     listener = Listener(Sampling("ar", 200), stops=[text[2]])
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    hook = model.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
     worker.submit([listener.job])
     worker.start()
     end = listener.wait()
@@ -137,7 +137,7 @@ def test_decoding_ends_once_the_client_is_gone(worker, student):
 
     listener = Listener(Sampling("ar", 400), on_event=leave)
     after, forwards = Listener(), []
-    hook = student[0].register_forward_pre_hook(lambda *_: forwards.append(1))
+    hook = student[0].base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
     worker.submit([listener.job, after.job])
     worker.start()
     after.wait()

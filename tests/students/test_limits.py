@@ -36,7 +36,7 @@ def test_settings_and_draws_may_differ_by_row(sampler):
 class _Scripted:
     """Stand in for `Forward`: each position of the answer has its token and its confidence, whatever the block holds."""
 
-    attention, mask_token_id = "block", MASK
+    attention, mask_token_id, head, device = "block", MASK, None, torch.device("cpu")
 
     def __init__(self, model, capacity):
         self.cache, self.prompt = None, 3

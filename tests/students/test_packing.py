@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from fewstep.students.convert import attention_of
+from fewstep.students.attention import attention_of
 from fewstep.students.decoding.forward import Forward
 from fewstep.students.layout import CLEAN, allowed, attention_masks, body_hidden, build_batch
 from fewstep.students.packing import fill

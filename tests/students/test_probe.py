@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from fewstep.students.convert import attention_implementation
+from fewstep.students.attention import attention_implementation
 from fewstep.students.families import PROBED
 from fewstep.students.probe import tiny_like, why_class_not_convertible, why_not_convertible
 from tests.tiny import tiny_model

@@ -194,7 +194,9 @@ def flex_equals_dense(config, device: str) -> float:
                 (hidden * upstream / len(hidden)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         model.zero_grad(set_to_none=True)
-    return max(_gap(flex, dense, 1e-3) for dense, flex in zip(*found))  # fp32; a wrong mask shows from 1e-2 on
+    return max(
+        _gap(flex, dense, 1e-3) for dense, flex in zip(*found, strict=True)
+    )  # fp32; a wrong mask shows from 1e-2 on
 
 
 def chunked_loss_equals_dense(device: str, R: int, D: int, V: int, chunk: int, softcap, bias: bool) -> float:

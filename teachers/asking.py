@@ -150,9 +150,9 @@ def _stops(model_or_config: Any, tokenizer: Any, name: str) -> list[int]:
     return stops
 
 
-def _check_ids(work: Work, rows: int, name: str) -> None:
+def _check_ids(work: Work, rows: int | None, name: str) -> None:
     highest = max(max(ids) for ids in work.teacher_ids)
-    if highest >= rows:
+    if rows is not None and highest >= rows:
         raise UserError(
             f"teacher.model {name}: its tokenizer gives id {highest}, its embedding has {rows} rows; give a checkpoint whose tokenizer fits"
         )

@@ -4,6 +4,7 @@ Each shard stands on its own (`shards/NNNNN.parquet`, with what was dropped and 
 `NNNNN.json`), so a run that was stopped goes on with the first shard that is missing.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fewstep import checkers, machine, signals
 from fewstep.chat import encode_prompt
@@ -93,6 +96,8 @@ def run(
     missing = [i for i in missing if i % world_size == rank]
     if converts:
         _save_plain(folder, *load_for_stage(teacher, folder))
+        gc.collect()
+        torch.cuda.empty_cache()  # what the dequantised model held; nothing where there is no GPU
     if missing:
         if saved.is_dir():  # from now on what a resumed run would use
             tokenizer, reference = load_tokenizer(str(saved)), (str(saved), None)

@@ -83,7 +83,7 @@ def generate(
             on_batch(len(done), sum(len(out[rows[place]].ids) for place in done))
         return chosen, alive
 
-    # longest first: memory peaks at once, not late, and a prompt that waits fits into a place that another leaves
+    # longest first: the first batch is the largest, and a prompt that waits fits into a place that another leaves
     waiting = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
 
     def take(most: int) -> list[int]:
@@ -94,13 +94,16 @@ def generate(
         first = take(batch_size)
         batch, logits = prefill(model, first, [prompts[i] for i in first], shared, max_new_tokens)
         batch.keep(*say(logits, first))
+        del logits
         while batch.rows:
             while waiting and batch.refills and batch_size - len(batch.rows) >= few:
                 more = take(batch_size - len(batch.rows))
                 joining, logits = prefill(model, more, [prompts[i] for i in more], shared, 0)
                 joining.keep(*say(logits, more))
                 batch.join(joining)
+                del joining, logits
             batch.keep(*say(batch.step(model), batch.rows))
+        del batch  # a batch's cache goes before the next one is made
     return out
 
 

@@ -1,4 +1,4 @@
-"""Runtime `vllm`: the teacher's weights answer in this process through vLLM's engine, in place of transformers' code.
+"""Runtime `vllm`: the teacher's weights answer through vLLM's engine, in place of transformers' code.
 
 Prompts go in as token ids and answers come out as token ids; log-probabilities are those of the unchanged distribution
 (vLLM's raw ones), whatever the sampling temperature. Later stages load the same weights with transformers.
@@ -7,12 +7,13 @@ Prompts go in as token ids and answers come out as token ids; log-probabilities 
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fewstep import machine
-from fewstep.errors import UserError
+from fewstep import machine, signals
+from fewstep.errors import RunFailed, UserError
 from fewstep.teachers.config import TeacherConfig
 from fewstep.teachers.generation import Generation
 from fewstep.teachers.load import plain_weights
@@ -22,8 +23,8 @@ def check(teacher: TeacherConfig) -> None:
     """Raise UserError where vLLM cannot run this teacher here, as far as that is known without starting it."""
     if find_spec("vllm") is None:
         raise UserError(
-            "teacher.runtime vllm: it is not installed; pip install vllm, serve the teacher and give its URL as teacher.model, or "
-            "remove teacher.runtime"
+            "teacher.runtime vllm: it is not installed; install it (docs/teachers.md), serve the teacher and give its URL as "
+            "teacher.model, or remove teacher.runtime"
         )
     if machine.world_size() > 1:
         raise UserError(
@@ -45,7 +46,9 @@ class Engine:
 
     def __init__(self, teacher: TeacherConfig, folder: Path, length: int, top_logprobs: int, rows: int):
         check(teacher)
-        for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}.items():
+        # the engine in this process: one in a process of its own could die unnoticed
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        for name, value in quiet.items():
             os.environ.setdefault(name, value)
         import torch
         import vllm
@@ -83,11 +86,11 @@ class Engine:
                 max_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None, ignore_eos=True,
                 stop_token_ids=sorted(eos_ids), logprobs=self._top_logprobs or None, detokenize=False,
             )  # fmt: skip
-            self._engine.add_request(str(i), {"prompt_token_ids": ids}, settings)
+            self._tried(lambda: self._engine.add_request(str(i), {"prompt_token_ids": ids}, settings))  # noqa: B023
         waiting = set(range(len(prompts)))
         try:
             while waiting:
-                done = [said for said in self._engine.step() if said.finished]
+                done = [said for said in self._tried(self._engine.step) if said.finished]
                 for said in done:
                     out[int(said.request_id)] = read(said.outputs[0], self._top_logprobs)
                     waiting.discard(int(said.request_id))
@@ -95,8 +98,21 @@ class Engine:
                     on_batch(len(done), sum(len(out[int(said.request_id)].ids) for said in done))
         finally:
             if waiting:  # stopped
-                self._engine.abort_request([str(i) for i in waiting])
+                with suppress(Exception):  # of an engine that is dead there is nothing to abort
+                    self._engine.abort_request([str(i) for i in waiting])
         return out
+
+    def _tried(self, call: Callable) -> Any:
+        """Return what the engine does; where it fails, say so in a line, or that a signal came."""
+        try:
+            return call()
+        except Exception as error:
+            signals.raise_if_stopped("targets stopped; finished shards are kept")
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise RunFailed(
+                f"teacher.runtime vllm: its engine failed ({type(error).__name__}: {reason[:300]}); finished shards are kept, the same "
+                "command goes on with the next"
+            ) from None
 
     def close(self) -> None:
         """Give its memory back: training follows in the same process."""
@@ -106,6 +122,11 @@ class Engine:
 
 def read(answer: Any, top_logprobs: int) -> Generation:
     """Return a completion of vLLM as a Generation; of its log-probabilities the K likeliest count, not that of a drawn token."""
+    if answer.finish_reason not in ("stop", "length"):
+        raise RunFailed(
+            f"teacher.runtime vllm: its engine ended an answer by itself ({answer.finish_reason}); finished shards are kept, the same "
+            "command goes on with the next"
+        )
     out = Generation(ids=list(answer.token_ids), finish_reason="stop" if answer.finish_reason == "stop" else "length")
     for said in answer.logprobs or [] if top_logprobs else []:
         best = sorted(said.items(), key=lambda entry: (-entry[1].logprob, entry[0]))[:top_logprobs]

@@ -77,6 +77,7 @@ class Forward:
 
         Its token, probability, entropy and margin are [n], the queries in their order; logits never exist as [n, V].
         """
+        assert self.head is not None
         hidden = self._run(self.model.base_model, starts, clean, noisy).last_hidden_state[:, -keep:]
         return self.head(self.model, hidden.flatten(0, 1) if at is None else hidden[at], self.mask_token_id, entropy)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fewstep.kernels.block_mask import BLOCK, block_mask, cases, dense_mask, path, serves
 
@@ -44,9 +45,14 @@ def test_the_dense_mask_is_the_rule_of_every_pair():
 
 
 def test_where_it_serves():
-    class Has(torch.nn.Module):
-        _supports_flex_attn = True
+    def model(width, kind=LlamaForCausalLM):
+        settings = {"vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 2}
+        if kind is GPT2LMHeadModel:
+            return kind(GPT2Config(vocab_size=9, n_layer=1, n_head=2, n_embd=2 * width))
+        return kind(LlamaConfig(hidden_size=2 * width, intermediate_size=8, **settings))
 
-    assert path("cuda") == "flex_attention" and serves(Has(), torch.device("cuda"))
-    assert path("cpu") == "dense: flex_attention has no backward pass on cpu" and not serves(Has(), CPU)
-    assert not serves(torch.nn.Linear(1, 1), torch.device("cuda"))
+    cuda = torch.device("cuda")
+    assert path("cuda") == "flex_attention" and serves(model(16), cuda)
+    assert path("cpu") == "dense: flex_attention has no backward pass on cpu" and not serves(model(16), CPU)
+    assert not serves(model(8), cuda)  # no kernel for heads so narrow
+    assert not serves(model(16, GPT2LMHeadModel), cuda)

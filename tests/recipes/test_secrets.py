@@ -35,10 +35,10 @@ def test_no_key_in_any_file_or_line_of_a_run(tmp_path):
     assert code == 0, output[-3000:]
     refused = [
         said("publish", "quickstart", *SMALL, "publish.repo=team/model", *runs),  # no network: HF_HUB_OFFLINE
-        said("plan", "quickstart", *SMALL, f"teacher.model=team/{KEYS['HF_TOKEN'][:8]}", *runs),
+        said("plan", "quickstart", *SMALL, "teacher.model=team/model", *runs),
         said("doctor", "--json"),
     ]
-    assert [code for code, _ in refused[:2]] != [0, 0]
+    assert 0 not in [code for code, _ in refused[:2]]
     assert list((tmp_path / "runs").rglob("*.wandb"))  # W&B was asked, and wrote offline
     output += "".join(text for _, text in refused)
     for name, key in (*KEYS.items(), ("cached", CACHED)):

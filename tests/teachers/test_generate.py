@@ -1,6 +1,7 @@
 """Batched, cached, prefix-sharing decoding against the plain forward of one row."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -128,6 +129,23 @@ def test_generate_fills_the_places_of_rows_that_ended(kind, prefix, monkeypatch)
         assert (torch.tensor(answer.topk_logprobs) - logprobs.topk(3, -1).values).abs().max() <= 1e-5
     assert sum(joined) >= 16 and shifted and max(widths) <= 8
     assert sum(widths) / len(widths) > 5  # of 8 places; five batches that each run down to one row have 3.5
+
+
+@pytest.mark.parametrize("limit", [2, 12])
+def test_generate_holds_a_batch_and_what_joins_it_and_no_more(limit, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+    start = module._Slab.lazy_initialization
+
+    def counted(self, *states):
+        alive.add(self)
+        most.append(len(alive))
+        start(self, *states)
+
+    monkeypatch.setattr(module._Slab, "lazy_initialization", counted)
+    model = tiny_model()
+    generate(model, prompts(count=40), max_new_tokens=limit, eos_ids=EOS if limit > 2 else [], batch_size=4)
+    layers = len(model.model.layers)
+    assert len(most) > 4 * layers and max(most) == (2 if limit > 2 else 1) * layers  # a slab a layer
 
 
 def test_generate_counts_every_answer_once():

@@ -9,7 +9,7 @@ from test_collect import EOS, folder, prompts, settings, texts
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
-from fewstep.errors import Stopped, UserError
+from fewstep.errors import RunFailed, Stopped, UserError
 from fewstep.records import read_rows
 from fewstep.teachers import collect, vllm
 from fewstep.teachers.config import TeacherConfig
@@ -113,12 +113,31 @@ def test_a_stop_aborts_what_is_under_way_and_closes_the_engine(tmp_path, weights
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("how", ["dies", "aborts"])
+def test_an_engine_that_fails_ends_in_a_line_and_keeps_what_was_finished(tmp_path, weights, library, monkeypatch, how):
+    where, step = folder(tmp_path, how), library.LLM.step
+
+    def failing(self):
+        done = step(self)
+        if library.steps < 4:
+            return done
+        if how == "dies":
+            raise RuntimeError("engine core is gone\nmore")
+        return [SimpleNamespace(request_id=s.request_id, finished=True, outputs=[SimpleNamespace(token_ids=(), finish_reason="abort", logprobs=None)]) for s in done]  # fmt: skip
+
+    monkeypatch.setattr(library.LLM, "step", failing)
+    with pytest.raises(RunFailed, match="RuntimeError: engine core is gone|ended an answer by itself .abort."):
+        collect.run(where, teacher(weights, runtime="vllm"), prompts(tmp_path, texts(11)), settings(), 5)
+    assert len(list((where / "shards").glob("*.parquet"))) == 1 and library.closed == 1
+    monkeypatch.undo()
+
+
 def test_what_cannot_be_run_is_refused_in_a_line(weights, library, monkeypatch):
     def broken(**_):
         raise ValueError("\n  no code for this architecture\nmore")
 
     monkeypatch.setattr(library, "LLM", broken)
-    with pytest.raises(UserError, match="cannot run .*: no code for this architecture|no code for this architecture"):
+    with pytest.raises(UserError, match="its engine cannot run .*no code for this architecture"):
         vllm.Engine(teacher(weights, runtime="vllm"), weights, 20, 4, 8)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes would each start one; run `fewstep targets` in one process first"):

@@ -6,11 +6,12 @@ import torch
 
 from fewstep import records
 from fewstep.distill import on_policy, train
-from fewstep.distill.config import AdaptConfig, OnPolicyConfig
+from fewstep.distill.config import AdaptConfig, EngineConfig, OnPolicyConfig
 from fewstep.distill.examples import draw_example
 from fewstep.distill.samples import sample_of
 from fewstep.errors import RunFailed, Stopped, UserError
-from fewstep.students.layout import Example, build_batch
+from fewstep.students.attention import attention_of
+from fewstep.students.layout import Example, body_hidden, build_batch
 from fewstep.teachers.generate import generate
 from fewstep.teachers.generation import Generation
 from fewstep.teachers.scoring import score
@@ -52,6 +53,22 @@ def test_rounds_cut_the_stage_and_their_texts_are_the_students_own(world, tmp_pa
         assert rows and all(row["sample_id"].endswith(f"/round{number}") for row in rows)
         for row in rows:  # a text that the teacher would have written is left out
             assert row["response_ids"] != [best[0] for best in row["topk_ids"]]
+
+
+def test_a_round_decodes_with_the_attention_that_the_student_came_with(world, tmp_path, monkeypatch):  # noqa: F811
+    """flex_attention, which packed rows train with on CUDA, knows no decoding; here another stands in for its backward."""
+    monkeypatch.setattr(train.block_mask, "serves", lambda model, device: True)
+    trained = []
+
+    def dense(model, batch, attention):
+        trained.append(model.config._attn_implementation)
+        with attention_of(model, "sdpa"):
+            return body_hidden(model, batch, attention)
+
+    monkeypatch.setattr("fewstep.distill.trainee.body_hidden", dense)
+    teacher = Parrot(world)
+    go(world, tmp_path, teacher, engine=EngineConfig(name="plain", packing="packed"))
+    assert len(teacher.asked) == 2 and set(trained) == {"flex_attention"}
 
 
 def test_stopped_and_resumed_rounds_equal_undisturbed_bit_for_bit(world, tmp_path, monkeypatch):  # noqa: F811

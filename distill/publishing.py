@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from fewstep.distill.config import PublishConfig
-from fewstep.errors import RunFailed, UserError
+from fewstep.errors import RunFailed, UserError, first_line
 
 UNNAMED = "OWNER/NAME"  # stands in a model card for the repository
 LEFT_OUT = {"adapter"}  # a merged adapter: for further training, not for use
@@ -43,10 +43,10 @@ def run(folder: Path, config: PublishConfig, student: Path, report: Path, effort
     except LocalTokenNotFoundError:
         raise UserError(f"publish.repo={config.repo}: no Hub token; set HF_TOKEN or run `hf auth login`") from None
     except HFValidationError as error:
-        raise UserError(f"publish.repo={config.repo}: {_first_line(error)}; write it as owner/name") from None
+        raise UserError(f"publish.repo={config.repo}: {first_line(error)}; write it as owner/name") from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        reason = _first_line(error)
+        reason = first_line(error)
         if status in (401, 403):
             raise UserError(
                 f"publish.repo={config.repo}: the Hub refuses ({reason}); set HF_TOKEN to a token that may write there"
@@ -76,10 +76,6 @@ def assemble(repository: Path, student: Path, report: Path, effort: Path, repo: 
     file.unlink()
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return repository
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _link(source: str, target: str) -> None:

@@ -14,8 +14,7 @@ from fewstep.distill.objectives.rows import Rows, masked
 from fewstep.distill.states import guess
 from fewstep.errors import UserError
 from fewstep.kernels.linear_rows_loss import head_logits, linear_rows_loss
-from fewstep.kernels.lm_head_stats import lm_head_stats
-from fewstep.students.head import head_of
+from fewstep.students.head import head_of, likely
 from fewstep.students.layout import Batch, body_hidden
 
 NOISE_LEVELS = 4
@@ -99,9 +98,7 @@ class Trainee(nn.Module):
     @torch.no_grad()
     def _guess(self, batch: Batch) -> torch.Tensor:
         """Return [G] int64, the most likely token of every row that is to be guessed."""
-        hidden, mask = self._hidden(batch)[batch.guessed], self.mask_token_id
-        head = head_of(self.model)
-        return lm_head_stats(hidden, mask_id=mask if mask < len(head["weight"]) else None, entropy=False, **head).argmax
+        return likely(self.model, self._hidden(batch)[batch.guessed], self.mask_token_id).argmax
 
     def _without_mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits with the mask token, where it is one of their columns, at -inf."""

@@ -17,7 +17,7 @@ import torch
 
 AT_ONCE = 2**19  # logits: 2 MB, what a core's second cache holds
 GROUP = 256  # of which the largest is found first: torch's argmax is slow over a wide row
-FEW = 16  # rows
+FEW = 16  # rows below which a CPU makes the product faster the other way round
 VECTOR = 64  # numbers that a sum over few rows is folded to, so that it runs over whole vectors
 NOTHING = -1e30  # a logit that is not allowed; finite, for 0 · -inf is no number
 WORD = 32  # vocabulary ids in a word of a bit-mask
@@ -30,7 +30,7 @@ class Stats:
     max, second: [N] f32, the largest logit and the largest of the others; logsumexp, entropy: [N] f32 (nats).
     argmax: [N] int64, the lowest id among equals. token: [N] int64, the drawn one, or argmax; token_logit: [N] f32.
     Where a row may say nothing, tokens are -1 and max, second and logsumexp -inf; where hidden states are not finite,
-    max is NaN and tokens are -1. Rows that are not active hold the same as the former.
+    max is NaN and tokens are -1.
     """
 
     max: torch.Tensor
@@ -61,7 +61,6 @@ def lm_head_stats(
     softcap: float | None = None,
     mask_id: int | None = None,
     allowed: torch.Tensor | None = None,
-    active: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
     entropy: bool = True,
@@ -75,10 +74,9 @@ def lm_head_stats(
         weight: [V, D]; bias: [V] or None. scale multiplies logits, softcap makes them c·tanh(logits / c).
         mask_id: a row of the weight that is never said (the mask token), or None.
         allowed: [N, ⌈V / 32⌉] int32, bit i % 32 of word i // 32 says whether the weight's row i may be said; None: all may.
-        active: [N] bool, rows that are asked for; None: all. The others cost nothing.
         temperature: [N] f32; where above 0 `token` is drawn at it (statistics stay those at T = 1). Needs keys.
-        keys: [N] int64, what a row's noise hangs on (`key_of`).
-        entropy: whether it is wanted: it costs about a third of all that is not the product. If not it is NaN.
+        keys: [N] int64, what a row's noise hangs on: 63 well mixed bits of its request, position and step.
+        entropy: whether it is wanted: if not it is NaN, and two sums over [N, V] are saved.
         first_id: the id of the weight's first row, where it is a shard of a larger head.
         chunk: C; None: as many as the caches hold.
 
@@ -86,19 +84,9 @@ def lm_head_stats(
         Stats of [N]; ids are those of the whole head.
     """
     N, V = len(hidden), len(weight)
-    if active is not None and not bool(active.all()):
-        rows = active.nonzero().flatten()
-        part = lambda t: None if t is None else t[rows]  # noqa: E731
-        own = lm_head_stats(
-            hidden[rows], weight, bias=bias, scale=scale, softcap=softcap, mask_id=mask_id, allowed=part(allowed),
-            temperature=part(temperature), keys=part(keys), entropy=entropy, first_id=first_id, chunk=chunk,
-        )  # fmt: skip
-        out = _nothing(N, hidden.device)
-        for f in fields(Stats):
-            getattr(out, f.name)[rows] = getattr(own, f.name)
-        return out
     if N == 0:
-        return _nothing(N, hidden.device)
+        floats, ids = hidden.new_empty(0, dtype=torch.float32), hidden.new_empty(0, dtype=torch.int64)
+        return Stats(floats, floats, floats, floats, ids, ids, floats)
     chunk = max(GROUP, (chunk or AT_ONCE // N) // GROUP * GROUP)
     draws = temperature is not None and bool((temperature > 0).any())
     if draws and keys is None:
@@ -111,14 +99,14 @@ def lm_head_stats(
     for first in range(0, V, chunk):
         ids = slice(first, min(first + chunk, V))
         x, e = buffer[: ids.stop - first], powers[: ids.stop - first]
-        if N < FEW:  # a product of so few rows is faster the other way round
+        if N < FEW:
             x.copy_(torch.mm(hidden, weight[ids].float().T, out=e.view(N, -1)).T)
         else:
             torch.mm(weight[ids].float(), columns, out=x)
         _shape(x, None if bias is None else bias[ids], scale, softcap)
         _forbid(x, ids, mask_id, allowed)
         kept.append(_of_chunk(x, e, first + first_id, (temperature, keys) if draws else None, entropy))
-    return _stats(_merge(kept), draws)
+    return _stats(_merge(kept))
 
 
 @dataclass
@@ -130,7 +118,7 @@ class _Sums:
     t: torch.Tensor
     m2: torch.Tensor
     a: torch.Tensor
-    best: torch.Tensor  # the largest logit / T plus noise
+    best: torch.Tensor  # what `token` was chosen by: the largest logit / T plus noise, or m
     token: torch.Tensor
     token_logit: torch.Tensor
 
@@ -223,7 +211,7 @@ def merge(parts: list[Stats]) -> Stats:
     return out
 
 
-def _stats(sums: _Sums, draws: bool) -> Stats:
+def _stats(sums: _Sums) -> Stats:
     """Return the statistics that the sums over the whole vocabulary are, with the signals for rows that say nothing."""
     some, known = sums.m > NOTHING, sums.m.isfinite() & sums.s.isfinite()
     said = some & known
@@ -232,15 +220,9 @@ def _stats(sums: _Sums, draws: bool) -> Stats:
     return Stats(
         max=pick(sums.m, low), second=pick(torch.where(sums.m2 > NOTHING, sums.m2, -torch.inf), low),
         logsumexp=pick(sums.m + sums.s.log(), low), entropy=pick(sums.s.log() - sums.t / sums.s, torch.where(known, 0.0, torch.nan)),
-        argmax=pick(sums.a, -1), token=pick(sums.token, -1) if draws else pick(sums.a, -1),
-        token_logit=pick(sums.token_logit if draws else sums.m, low),
+        argmax=pick(sums.a, -1), token=pick(sums.token, -1),
+        token_logit=pick(sums.token_logit, low),
     )  # fmt: skip
-
-
-def _nothing(N: int, device) -> Stats:
-    low = torch.full((N,), -torch.inf, device=device)
-    none = torch.full((N,), -1, dtype=torch.int64, device=device)
-    return Stats(low, low.clone(), low.clone(), torch.zeros_like(low), none, none.clone(), low.clone())
 
 
 def _shape(x: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None) -> None:
@@ -266,17 +248,6 @@ def _forbid(x: torch.Tensor, ids: slice, mask_id: int | None, allowed: torch.Ten
 # --- Noise ---------------------------------------------------------------------------------------
 
 
-def key_of(seed: int, position: int, step: int) -> int:
-    """Return a row's key: 63 bits of the request's seed, the absolute position and the step, well mixed (SplitMix64)."""
-    key = 0
-    for part in (seed, position, step):
-        key = (key + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 1
-
-
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return [N, C] f32 Gumbel noise of [N] keys and [C] vocabulary ids.
 
@@ -300,10 +271,10 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
 
 
 def lm_head_stats_reference(
-    hidden, weight, *, bias=None, scale=1.0, softcap=None, mask_id=None, allowed=None, active=None, temperature=None, keys=None
+    hidden, weight, *, bias=None, scale=1.0, softcap=None, mask_id=None, allowed=None, temperature=None, keys=None
 ) -> Stats:  # fmt: skip
     """Compute the same in fp64 from all logits at once."""
-    x = hidden.double() @ weight.double().T * 1.0
+    x = hidden.double() @ weight.double().T
     x = (x if bias is None else x + bias.double()) * scale
     x = softcap * torch.tanh(x / softcap) if softcap else x
     known = x.isfinite().all(-1)
@@ -312,9 +283,6 @@ def lm_head_stats_reference(
     if allowed is not None:
         ids = torch.arange(len(weight))
         x = x.masked_fill((allowed[:, ids // WORD] >> (ids % WORD)) & 1 == 0, -torch.inf)
-    if active is not None:
-        x = x.masked_fill(~active[:, None], -torch.inf)
-        known = known | ~active
     some = (x > -torch.inf).any(-1) & known
     x = torch.where(some[:, None], x, 0.0)
     logp = x.log_softmax(-1)
@@ -345,6 +313,5 @@ def cases() -> list[dict]:
         dict(N=7, D=16, V=777, chunk=4096, bias=True, scale=0.3),
         dict(N=6, D=16, V=2050, chunk=1024, mask_id=1025),
         dict(N=6, D=16, V=2050, chunk=512, allowed=True),
-        dict(N=6, D=16, V=1300, chunk=256, active=True),
         dict(N=8, D=16, V=3000, chunk=768, temperature=True, mask_id=0),
     ]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from fewstep.errors import UserError
+from fewstep.errors import UserError, first_line
 from fewstep.students.attention import attention_implementation
 from fewstep.students.config import StudentConfig
 from fewstep.students.decoding.gated import GatedEmbedding, GatedLinear, load_adapter, save_adapter
@@ -36,9 +36,8 @@ def load_causal_lm(folder: str | Path, dtype: torch.dtype = torch.float32):
             folder, dtype=dtype, attn_implementation=attention_implementation(config)
         )
     except Exception as error:  # a broken file fails in as many ways as there are formats
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first}); check the path"
+            f"checkpoint {folder}: cannot be loaded as a decoder-only LM ({first_line(error)}); check the path"
         ) from None
     return model.eval(), tokenizer
 

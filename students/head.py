@@ -5,6 +5,7 @@ Shapes: n rows, D width, V vocabulary.
 
 import torch
 
+from fewstep.errors import RunFailed
 from fewstep.kernels.linear_rows_loss import head_logits
 from fewstep.kernels.lm_head_stats import Stats, lm_head_stats
 
@@ -29,12 +30,18 @@ def attach(model) -> None:
     ours, theirs = head_logits(hidden, **head_of(model)), model(input_ids=ids).logits[0].float()
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         return
-
     model.fewstep_head = likely
 
 
-def likely(model, hidden: torch.Tensor, mask_token_id: int | None, entropy: bool) -> Stats:
-    """Return the statistics of [n, D] hidden rows; the mask token is never said."""
+def likely(model, hidden: torch.Tensor, mask_token_id: int, entropy: bool = False) -> Stats:
+    """Return the statistics of [n, D] hidden rows; the mask token is never said.
+
+    Raises:
+        RunFailed: hidden states that are not finite, of which no token could be told.
+    """
     head = head_of(model)
-    inside = mask_token_id is not None and mask_token_id < len(head["weight"])
-    return lm_head_stats(hidden, mask_id=mask_token_id if inside else None, entropy=entropy, **head)
+    mask = mask_token_id if mask_token_id < len(head["weight"]) else None
+    said = lm_head_stats(hidden, mask_id=mask, entropy=entropy, **head)
+    if bool((said.token < 0).any()):
+        raise RunFailed("the student's hidden states are not finite; look at its weights, or use engine.precision fp32")
+    return said

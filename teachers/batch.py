@@ -150,7 +150,7 @@ class Batch:
     ):
         self.rows, self._cache, self._own, self._capacity = list(rows), cache, own, capacity
         self._num_shared, self._length = num_shared, length
-        self._tokens = own[:, None]  # until the first are chosen
+        self._tokens: torch.Tensor  # [B, 1], of each row the last; there once `keep` was told the first ones
         self.refills = all(isinstance(layer, _Slab) for layer in cache.layers)
 
     def keep(self, chosen: torch.Tensor, alive: list[int]) -> None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fewstep.errors import UserError
+from fewstep.errors import UserError, first_line
 from fewstep.runstore import file_fingerprint
 from fewstep.teachers.hf import device, refuse_encoder, torch_dtype
 from fewstep.teachers.licences import Licence, card_in, read_licence
@@ -261,5 +261,5 @@ def _skip_array(file: BinaryIO, scalar: Callable[[str], Any]) -> int:
 
 
 def _cannot_load(model: str, error: Exception, what: str = "it cannot be loaded") -> str:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = first_line(error)
     return f"teacher.model {model}: {what} ({type(error).__name__}: {reason[:200]}); give another file or a checkpoint in safetensors"

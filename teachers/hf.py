@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from fewstep.errors import UserError
+from fewstep.errors import UserError, first_line
 from fewstep.runstore import file_fingerprint
 from fewstep.teachers.licences import Licence, card_in, read_licence
 
@@ -357,7 +357,7 @@ def _not_a_decoder(model: str, what: str) -> str:
 
 
 def _cannot_load(model: str, error: Exception, what: str = "it cannot be loaded") -> str:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = first_line(error)
     return f"teacher.model {model}: {what} ({type(error).__name__}: {reason[:200]}); give a folder, a .gguf file or a Hub id"
 
 

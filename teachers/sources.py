@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fewstep.errors import UserError
+from fewstep.errors import UserError, first_line
 from fewstep.teachers.config import PromptsConfig
 
 Row = tuple[str, int, dict]  # (place for messages to the user, number of the row or line, its fields)
@@ -133,7 +133,7 @@ def _hub(config: PromptsConfig) -> Iterator[Row]:
     except (
         Exception
     ) as error:  # not found, no network, gated, no such split, a broken row: all are named by the library
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(
             f"prompts.hf: {hub.name} cannot be read ({reason[:200]}); check name, config and split"
         ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fewstep import machine, signals
-from fewstep.errors import RunFailed, UserError
+from fewstep.errors import RunFailed, UserError, first_line
 from fewstep.teachers.config import TeacherConfig
 from fewstep.teachers.generation import Generation
 from fewstep.teachers.load import plain_weights
@@ -63,7 +63,7 @@ class Engine:
                 **({} if gpus else {"gpu_memory_utilization": 0.5}),  # on a CPU a share of all its memory
             ).llm_engine  # fmt: skip
         except Exception as error:  # a model that it has no code for, or that does not fit
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = first_line(error)
             raise UserError(
                 f"teacher.runtime vllm: its engine cannot run {teacher.model} ({reason[:300]}); remove teacher.runtime"
             ) from None
@@ -108,7 +108,7 @@ class Engine:
             return call()
         except Exception as error:
             signals.raise_if_stopped("targets stopped; finished shards are kept")
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = first_line(error)
             raise RunFailed(
                 f"teacher.runtime vllm: its engine failed ({type(error).__name__}: {reason[:300]}); finished shards are kept, the same "
                 "command goes on with the next"

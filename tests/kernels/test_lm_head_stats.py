@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fewstep.kernels import lm_head_stats as module
-from fewstep.kernels.lm_head_stats import Stats, cases, gumbel, key_of, lm_head_stats, lm_head_stats_reference, merge
+from fewstep.kernels.lm_head_stats import Stats, cases, gumbel, lm_head_stats, lm_head_stats_reference, merge
 
 NAMES = ["max", "second", "logsumexp", "entropy", "argmax", "token", "token_logit"]
 
@@ -21,12 +21,14 @@ def inputs(case, dtype=torch.float32):
         words = torch.randint(-(2**31), 2**31, (N, -(-V // 32)), generator=g).to(torch.int32)
         words[0], words[1] = 0, -1  # one row may say nothing, one everything
         keys["allowed"] = words
-    if case.get("active"):
-        keys["active"] = torch.arange(N) % 3 != 1
     if case.get("temperature"):
         keys["temperature"] = torch.tensor([0.0, 0.5, 1.0, 2.0] * 2)[:N]
-        keys["keys"] = torch.tensor([key_of(7, position, 0) for position in range(N)])
+        keys["keys"] = some_keys(N)
     return hidden, weight, keys, case["chunk"]
+
+
+def some_keys(count):
+    return torch.randint(2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
 
 
 def close(ours: Stats, wanted: Stats):
@@ -53,7 +55,7 @@ def test_chunks_and_the_batch_change_no_token(case):
     for chunk in (256, 512, 1024):
         ours = lm_head_stats(hidden, weight, chunk=chunk, **keys)
         assert torch.equal(ours.token, whole.token) and torch.equal(ours.argmax, whole.argmax)
-    per_row = {"allowed", "active", "temperature", "keys"}
+    per_row = {"allowed", "temperature", "keys"}
     for i in range(len(hidden)):
         own = {k: v[i : i + 1] if k in per_row else v for k, v in keys.items()}
         assert lm_head_stats(hidden[i : i + 1], weight, **own).token == whole.token[i]
@@ -98,8 +100,7 @@ def test_draws_follow_the_distribution(temperature):
     torch.manual_seed(0)
     hidden, weight, draws = torch.randn(1, 6), torch.randn(300, 6) * 0.7, 20_000
     p = (hidden @ weight.T / temperature).double().softmax(-1)[0]
-    keys = torch.tensor([key_of(3, position, position % 7) for position in range(draws)])
-    ours = lm_head_stats(hidden.expand(draws, -1), weight, temperature=torch.full((draws,), temperature), keys=keys, chunk=256)  # fmt: skip
+    ours = lm_head_stats(hidden.expand(draws, -1), weight, temperature=torch.full((draws,), temperature), keys=some_keys(draws), chunk=256)  # fmt: skip
     likely = p * draws >= 5
     seen = torch.bincount(ours.token, minlength=300)
     seen = torch.cat([seen[likely], seen[~likely].sum()[None]]).double()
@@ -112,7 +113,7 @@ def test_draws_follow_the_distribution(temperature):
 
 
 def test_noise_is_gumbel_and_its_keys_are_independent():
-    noise = gumbel(torch.tensor([key_of(0, 0, 0), key_of(0, 1, 0), key_of(1, 0, 0)]), torch.arange(200_000)).double()
+    noise = gumbel(some_keys(3), torch.arange(200_000)).double()
     assert abs(float(noise[0].mean()) - 0.5772) < 0.01 and abs(float(noise[0].var()) - 1.6449) < 0.03
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.01
     neighbours = torch.corrcoef(torch.stack([noise[0, :-1], noise[0, 1:]]))
@@ -151,3 +152,8 @@ def test_without_entropy_the_rest_is_the_same():
 def test_drawing_needs_keys():
     with pytest.raises(ValueError, match="a key per row"):
         lm_head_stats(torch.randn(1, 4), torch.randn(9, 4), temperature=torch.ones(1))
+
+
+def test_no_rows_are_no_work():
+    ours = lm_head_stats(torch.randn(0, 4), torch.randn(9, 4))
+    assert len(ours.token) == len(ours.probability) == len(ours.margin) == 0

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from fewstep.errors import RunFailed
 from fewstep.kernels import lm_head_stats as stats
 from fewstep.kernels.linear_rows_loss import head_logits
 from fewstep.students import head
@@ -82,3 +83,12 @@ def test_head_of_makes_the_models_logits(family):
     ids = torch.tensor([[5, 9, 11, 3]])
     hidden = model.base_model(input_ids=ids).last_hidden_state[0]
     assert torch.allclose(head_logits(hidden, **head.head_of(model)), model(input_ids=ids).logits[0].float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler", ["threshold", "verify"])
+def test_states_that_are_not_finite_are_said_and_not_committed(sampler):
+    model, _ = both(student("llama"))
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    with pytest.raises(RunFailed, match="hidden states are not finite"):
+        decode(model, PROMPTS, max_new_tokens=14, eos_token_ids=[EOS], sampler=sampler)
